@@ -34,11 +34,11 @@ GAVE_UP = re.compile(r"unirun: gave up waiting for .*")
 """A wait that ran into its time-out (`unirun.wire.reporting.gave_up`)."""
 
 OF_A_JOB = re.compile(r"/(agent\.[^/]*\.sock|master\.\d+\.sock|calls/[^/]*)$")
-"""Sockets that stay in the directory of a job, as a dead master's does: who connects to one learns that nobody listens."""
+"""Sockets that stay in the directory of a job, as a dead master's does: a client that connects to one finds no listener."""
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_SECONDS = 10.0
-"""Seconds after which shared memory is left that nobody uses."""
+"""Seconds after which shared memory that no process uses counts as left."""
 
 
 class Descriptor(NamedTuple):

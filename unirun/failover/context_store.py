@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 from urllib.parse import quote
 
 from msgspec.json import decode as decode_json
@@ -84,8 +85,16 @@ def _pieces(text: str) -> list[str]:
     return [text[at : at + length] for at in range(0, len(text), length)]
 
 
-_Write = tuple[Sequence[Compare], Sequence[Put], Sequence[str]]
-"""The arguments of a transaction. It puts the head first, with a value that no other write of the job has."""
+class _Write(NamedTuple):
+    """The arguments of a transaction. It puts the head first, with a value that no other write of the job has."""
+
+    compares: Sequence[Compare]
+    puts: Sequence[Put]
+    deletes: Sequence[str]
+
+    @property
+    def head(self) -> Put:
+        return self.puts[0]
 
 
 class ContextStore:
@@ -231,7 +240,7 @@ class ContextStore:
         head = json.dumps({"epoch": self._term.epoch, "write": self._number})
         named = (Put(f"{self._prefix}{name}", value) for name, value in values.items())
         puts = (Put(self._head_key, head), *named, *puts)
-        self._open = (self._term.fence, self._head), puts, tuple(deletes)
+        self._open = _Write((self._term.fence, self._head), puts, tuple(deletes))
         self._do(self._open)
 
     def _settle(self) -> None:
@@ -252,13 +261,11 @@ class ContextStore:
             raise
         if not done and not self._is_done(write):
             raise self._fenced()
-        _, (head, *_), _ = write
-        self._head, self._open = ValueIs(head.key, head.value), None
+        self._head, self._open = ValueIs(write.head.key, write.head.value), None
 
     def _fenced(self) -> Fenced:
         return Fenced(f"the term {self._term.epoch} of job {self._run_id} is over: another master leads")
 
     def _is_done(self, write: _Write) -> bool:
-        _, (written, *_), _ = write
         head = self._store.get(self._head_key)
-        return head is not None and head.value == written.value
+        return head is not None and head.value == write.head.value

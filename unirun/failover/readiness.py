@@ -32,6 +32,7 @@ from unirun.failover.state import (
     JobPhase,
     JobState,
     Looked,
+    Ports,
     Ranks,
     RolePhase,
     RoleState,
@@ -92,7 +93,7 @@ def _look_at(draft: JobDraft, spec: RoleSpec) -> Looked:
     for old, worker in role.workers.since(before.workers):
         rank = worker.rank
         if rank < len(places) and _needs_ports(worker, node := places[rank].node):
-            worker = replace(worker, ports=(node, None))
+            worker = replace(worker, ports=Ports(node))
             role = role.with_worker(worker)
             asked.setdefault(node, []).append(rank)
         portless += worker.portless - (old is not None and old.portless)
@@ -112,7 +113,7 @@ def _look_at(draft: JobDraft, spec: RoleSpec) -> Looked:
 def _needs_ports(worker: WorkerState, node: str) -> bool:
     """Return True if the next worker of a rank starts on `node`, of which it has no ports."""
     starts = not worker.live and worker.due != NEVER
-    return starts and (worker.ports is None or worker.ports[0] != node)
+    return starts and (worker.ports is None or worker.ports.node != node)
 
 
 def _may_begin(state: JobState, role: RoleState) -> bool:
@@ -199,7 +200,7 @@ def _with_ports(state: JobState) -> list[RoleState]:
 def reserve_again(draft: JobDraft, node: str) -> None:
     """Repeat the orders for ports that the agent of `node` has not answered: it may have got none of them."""
     for role in _with_ports(draft.state):
-        asked = [w.rank for w in role.workers if w.ports == (node, None)]
+        asked = [w.rank for w in role.workers if w.ports == Ports(node)]
         if asked:
             draft.order(node, Reserve(role.name, tuple(asked)))
 
@@ -211,7 +212,7 @@ def placed(draft: JobDraft, event: Placed) -> None:
     if role.phase in ROLE_ENDS:
         return
     if event.problem:
-        asked, ranks = (event.node, None), {*event.ranks}
+        asked, ranks = Ports(event.node), {*event.ranks}
         waiting = [w.rank for w in role.workers if w.ports == asked and w.rank in ranks and w.portless]
         if not waiting:
             return
@@ -227,8 +228,8 @@ def placed(draft: JobDraft, event: Placed) -> None:
         if not 0 <= rank < len(role.workers) or len(place.ports) != count:
             raise Refused(f"{event.node} has other ports than {event.role}:{rank} has asked for")
         worker = role.workers[rank]
-        if worker.ports == (event.node, None):
-            role = role.with_worker(replace(worker, ports=(event.node, place)))
+        if worker.ports == Ports(event.node):
+            role = role.with_worker(replace(worker, ports=Ports(event.node, place)))
     draft.put(role)
     draft.tell_soon()
 

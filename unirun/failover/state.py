@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from enum import StrEnum
 from itertools import chain, compress, zip_longest
 from operator import is_not
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 from msgspec import field
 from msgspec.structs import replace
@@ -267,8 +267,11 @@ CountKey = tuple[WorkerPhase, int, bool]
 """The facts that decide how far a role is: a worker's phase, its generation, and whether it has ended well."""
 
 
-Ports = tuple[str, RankAddress | None]
-"""The ports of a rank: the node whose agent was asked for them, and its answer."""
+class Ports(NamedTuple):
+    """The ports of a rank: the node whose agent was asked for them, and its answer."""
+
+    node: str
+    place: RankAddress | None = None
 
 
 class WorkerState(Value, omit_defaults=True):
@@ -308,7 +311,7 @@ class WorkerState(Value, omit_defaults=True):
     @property
     def place(self) -> RankAddress | None:
         """Its address, if it was given one."""
-        return self.ports[1] if self.ports is not None else None
+        return self.ports.place if self.ports is not None else None
 
     @property
     def live(self) -> bool:
