@@ -278,14 +278,13 @@ class Contact:
             self._set_timer()
 
     def _is_marked(self) -> bool:
-        return is_marked(self._opened(), self._job.run_id, self._node)
+        self._store = self._store or open_store(self._job.store_url, timeout=STORE_READ_TIMEOUT)
+        return is_marked(self._store, self._job.run_id, self._node)
 
     def _latest_epoch(self) -> int:
-        return latest_epoch(self._opened(), job_prefix(self._job.run_id))
-
-    def _opened(self) -> Store:
-        self._store = self._store or open_store(self._job.store_url, timeout=STORE_READ_TIMEOUT)
-        return self._store
+        # Not kept open: only the last process that closes SQLite's file removes those that are beside it.
+        with contextlib.closing(open_store(self._job.store_url, timeout=STORE_READ_TIMEOUT)) as store:
+            return latest_epoch(store, job_prefix(self._job.run_id))
 
 
 async def _lets_in(head: TcpAddress, credentials: Credentials) -> bool:
