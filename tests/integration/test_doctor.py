@@ -51,11 +51,9 @@ def test_hosts_that_are_alike_are_well(hosts: Hosts) -> None:
     assert [host["shared"] for host in found["hosts"]] == [["cwd", "home"], [], []]
     [reduced] = found["all_reduces"]
     assert (reduced["backend"], reduced["hosts"], reduced["problems"]) == ("gloo", ["h1", "h2", "h3"], {})
-    assert {finding["problem"].split()[0] for finding in found["findings"]} <= {
-        "sends",
-        "receives",
-        "/dev/shm",
-    }
+    # The hosts share the processors of this machine, and others may fill its shared memory.
+    of_the_machine = ("sends ", "receives ", "a round trip ", "/dev/shm ")
+    assert [each for each in found["findings"] if not each["problem"].startswith(of_the_machine)] == []
     assert code == bool(found["findings"])
 
 

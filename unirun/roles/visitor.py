@@ -95,7 +95,7 @@ class Visitor:
         while not self._closed:
             try:
                 with self._stream:
-                    while True:
+                    while not self._closed:
                         self._take(hear(self._stream, self._job, self._epoch, None))
             except (WireError, RendezvousError):
                 self._go_on()
@@ -120,7 +120,7 @@ class Visitor:
                 time.sleep(MASTER_POLL_INTERVAL)
 
     def _end(self) -> None:
-        """The job is over: nobody answers any more."""
+        """The job is over: nobody answers any more. The stream is closed, since the master waits for that."""
         self._closed = True
         ended = (
             replace(role, workers=tuple(replace(worker, phase="ended") for worker in role.workers))
