@@ -2,6 +2,7 @@
 
 A file is written under a temporary name beside its own, ``.NAME.partial``, and renamed. A process that is killed leaves
 the old content or the new one. It may leave the temporary name too, which nobody reads; the next writer removes it.
+Where several write at once (`contended`), it removes only those that are a minute old.
 
 A file is for its owner alone, whatever the umask, unless it is written as not `private`, for what users pass on. A
 `lasting` file is on the disk before it has its name, and its name before the writer returns: that is for what a later
@@ -12,8 +13,10 @@ Logs are no such files: they are opened under their names and appended to, so th
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -22,6 +25,9 @@ from typing import BinaryIO
 
 PARTIAL = ".partial"
 """The end of all temporary names. They begin with a dot."""
+
+ABANDONED_SECONDS = 60.0
+"""The age from which on a temporary name of a contended file is that of a writer that was killed."""
 
 
 @contextmanager
@@ -84,6 +90,8 @@ def _draft(
     mark = f".{os.urandom(4).hex()}" if contended else ""
     draft = path.with_name(f".{path.name}{mark}{PARTIAL}")
     draft.unlink(missing_ok=True)
+    if contended:
+        _remove_abandoned(path)
     try:
         with open(draft, "xb", opener=partial(os.open, mode=0o600 if private else 0o666)) as file:
             if private:
@@ -102,6 +110,14 @@ def _draft(
         raise
     if lasting:
         _sync(path.parent)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove the temporary names that killed writers of a contended file have left."""
+    for each in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}"):
+        with suppress(FileNotFoundError):
+            if time.time() - each.lstat().st_mtime > ABANDONED_SECONDS:
+                each.unlink()
 
 
 def _link(draft: Path, path: Path) -> None:

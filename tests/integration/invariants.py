@@ -36,6 +36,9 @@ GAVE_UP = re.compile(r"unirun: gave up waiting for .*")
 OF_A_JOB = re.compile(r"/(agent\.[^/]*\.sock|master\.\d+\.sock|calls/[^/]*)$")
 """Sockets that stay in the directory of a job, as a dead master's does: a client that connects to one finds no listener."""
 
+OF_A_KILLED_MASTER = re.compile(r"/\.(state|summary)\.json\.[0-9a-f]{8}" + re.escape(PARTIAL) + "$")
+"""Temporary names that the next master removes when they are old (`unirun.atomic`)."""
+
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_SECONDS = 10.0
 """Seconds after which shared memory that no process uses counts as left."""
@@ -189,7 +192,7 @@ def files_left(home: Path) -> Iterator[str]:
             continue
         if stat.S_ISDIR(info.st_mode) and info.st_mode & 0o077 and jobs & {path, *path.parents}:
             yield f"directory {path} has mode {stat.S_IMODE(info.st_mode):o}"
-        if path.name.endswith((PARTIAL, ".new")):
+        if path.name.endswith((PARTIAL, ".new")) and not OF_A_KILLED_MASTER.search(str(path)):
             yield f"temporary name {path}"
         if stat.S_ISSOCK(info.st_mode) and not OF_A_JOB.search(str(path)):
             yield f"socket {path}"

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,6 +96,18 @@ def test_contended_names_are_written_by_several_at_once(tmp_path: Path) -> None:
         assert (tmp_path / "a").read_text() == "second"
     assert (tmp_path / "a").read_text() == "first"
     assert left(tmp_path) == []
+
+
+def test_a_contended_writer_removes_what_killed_ones_have_left_and_nothing_of_those_that_write(
+    tmp_path: Path,
+) -> None:
+    drafts = {name: tmp_path / f".{name}{PARTIAL}" for name in ("a.0", "a.1", "b.0")}
+    for name, draft in drafts.items():
+        draft.touch()
+        then = time.time() - (0 if name == "a.1" else 2 * atomic.ABANDONED_SECONDS)
+        os.utime(draft, (then, then))
+    atomic.replace(tmp_path / "a", "", contended=True)
+    assert [name for name, draft in drafts.items() if draft.exists()] == ["a.1", "b.0"]
 
 
 def test_the_first_of_several_creates_a_file(tmp_path: Path) -> None:
