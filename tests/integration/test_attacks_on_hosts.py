@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from tests.contract.attacks import INSIDE, OUTSIDE, Target, silence
 from tests.testbed.host import HOME, Host
 from tests.testbed.hosts import Hosts
@@ -104,6 +106,7 @@ def holders(host: Host, secret: bytes) -> list[str]:
     return found
 
 
+@pytest.mark.chaos
 def test_a_job_under_attack_goes_on_and_its_token_is_nowhere(hosts: Hosts, tmp_path: Path) -> None:
     for host in hosts:
         folder = host.path("/tmp/job")

@@ -87,6 +87,7 @@ def test_workloads_are_torn_down_at_the_end_and_the_result_of_fit_is_kept(plain:
     assert (command.job_dir() / "result.pkl").exists()
 
 
+@pytest.mark.chaos
 def test_workloads_run_in_fresh_interpreters_too(unirun: Unirun) -> None:
     assert told(run(unirun, "Plain", "--start-method", "exec"))["sums"] == [4.0, 4.0]
 

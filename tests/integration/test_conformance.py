@@ -142,6 +142,7 @@ class TestAWorkerIsLikeAFreshProcess:
 
 
 class TestAWorkerEndsLikeAFreshProcess:
+    @pytest.mark.chaos
     def test_a_worker_ends_like_a_fresh_process_by_fork_and_by_exec(
         self, unirun: Unirun, tmp_path: Path
     ) -> None:

@@ -75,6 +75,7 @@ def test_two_hosts_without_a_way_between_them_are_named(hosts: Hosts) -> None:
     assert (reduced["hosts"], reduced["problems"]) == (["h1", "h2"], {})
 
 
+@pytest.mark.chaos
 def test_a_host_that_does_not_reach_the_first_one_is_left_out(hosts: Hosts) -> None:
     hosts[2].run(["ip", "route", "add", "blackhole", hosts[1].address])
     code, found = doctor(hosts[0], "--hosts", "h2,h3", "--interface", "eth0")

@@ -138,6 +138,7 @@ class JobOnEtcd:
         return (self.unirun.job_dir() / "logs" / "thinker" / "0" / "1").exists()
 
 
+@pytest.mark.chaos
 def test_a_job_survives_an_outage_of_the_whole_etcd_cluster(tmp_path: Path, cluster: Cluster) -> None:
     """
     Two jobs at once, to wait only once: the cluster of one hangs, that of the other is killed.

@@ -77,6 +77,7 @@ class TestOnlineLearning:
         learner, frozen = (sum(result_of(unirun)[name][end]) / 5 for name in ("learner", "frozen"))
         return learner, frozen
 
+    @pytest.mark.chaos
     def test_online_learning_example_follows_each_drift_despite_deaths(
         self, unirun: Unirun, tmp_path: Path
     ) -> None:

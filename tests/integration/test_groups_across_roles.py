@@ -285,6 +285,7 @@ class TestWithoutUnirun:
         ],
         ids=["python", "torchrun"],
     )
+    @pytest.mark.chaos
     def test_a_script_with_a_group_runs_without_unirun(
         self, unirun: Unirun, script: Script, launcher: list[str], expected: list[str]
     ) -> None:

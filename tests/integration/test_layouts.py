@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.effort import CHAOS
 from unirun.experiments.starting import PRELOAD
 
 from .harness import Unirun
@@ -19,21 +20,20 @@ from .test_trials import TRIALS
 pytestmark = [pytest.mark.usefixtures("warm_models"), pytest.mark.long]
 
 ONE = "111-ddp"
-LAYOUTS = [
+FEW = ["221-ddp", "212-fsdp2", "122-ddp-tied"]
+MORE = [
     "211-ddp",
     "121-ddp",
     "112-ddp",
-    "221-ddp",
     "212-ddp",
     "122-ddp",
     "211-fsdp2",
     "221-fsdp2",
-    "212-fsdp2",
     "121-ddp-tied",
     "112-ddp-tied",
-    "122-ddp-tied",
     "212-fsdp2-tied",
 ]
+LAYOUTS = [*FEW, *(MORE if CHAOS else ())]
 """Ranks along data, tensor and pipe, the backend, and whether embeddings are tied."""
 
 

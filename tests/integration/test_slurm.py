@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import variants
 from tests.waiting import eventually
 from unirun.experiments.starting import PRELOAD
 
@@ -381,19 +382,22 @@ class TestJobsOnThreeNodes:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("failing", variants(False, True))
 def test_a_trial_runs_on_three_nodes_and_has_its_exit_code(
-    command: Unirun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Unirun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: bool
 ) -> None:
     for name, value in trials.environment(command).items():
         monkeypatch.setenv(name, value)
     where = ("--mode", "slurm", "--partition", "debug", "--nodes", 2)
+    if failing:
+        wrong = command("experiment", "start", *trials.SMALL, "-f", "a", *where, "failing=always", within=240)
+        assert wrong.code == 1, wrong.err
+        assert "FAILED on n" in wrong.err
+        return
     result = command("experiment", "start", *trials.SMALL, "-f", "first", *where, within=240)
     assert result.code == 0, result.err
     assert "COMPLETED on n" in result.err
     assert len(trials.steps(trials.trial(command, "first"))) == 6
-    wrong = command("experiment", "start", *trials.SMALL, "-f", "wrong", *where, "failing=always", within=240)
-    assert wrong.code == 1, wrong.err
-    assert "FAILED on n" in wrong.err
     missing = command(
         "experiment", "start", *trials.SMALL, "-f", "none", "--mode", "slurm", "--partition", "no"
     )

@@ -92,6 +92,7 @@ def jupyter(unirun: Unirun, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]
 
 
 class TestNotebook:
+    @pytest.mark.chaos
     def test_the_notebook_runs_from_start_to_end_and_shows_what_it_is_stored_with(
         self, unirun: Unirun, jupyter: Config
     ) -> None:
@@ -152,6 +153,7 @@ def shown(cell: Any) -> list[str]:
 
 
 class TestSearch:
+    @pytest.mark.chaos
     def test_the_best_of_a_few_trials_is_told_and_they_are_drawn(self, unirun: Unirun) -> None:
         picture = unirun.root / "plot.png"
         command = [sys.executable, str(SEARCH), "--trials", "4", "--out", str(picture)]

@@ -98,6 +98,7 @@ def test_a_trial_whose_workers_die_in_each_call_is_the_same_as_one_in_which_nobo
     equal(trial(home, "broken"), unbroken)
 
 
+@pytest.mark.chaos
 def test_a_trial_whose_workers_die_while_they_read_and_write_files_is_the_same(
     home: Unirun, unbroken: Path
 ) -> None:
@@ -182,6 +183,7 @@ def test_a_trial_that_was_stopped_is_resumed_and_two_at_once_do_not_meet(home: U
     assert re.search(r"killing +two +succeeded", listed)
 
 
+@pytest.mark.chaos
 def test_a_trial_that_has_failed_is_started_again_from_its_checkpoint(home: Unirun, unbroken: Path) -> None:
     how = ("--recover-mode", "fault", "--recover-after", "0", "failing=once")
     result = home("experiment", "start", *SMALL, "-f", "again", *how, env=environment(home), within=240)
@@ -210,6 +212,7 @@ def test_a_worker_that_ends_in_a_call_each_time_is_not_started_for_ever(home: Un
     assert "idempotent" not in result.err
 
 
+@pytest.mark.chaos
 def test_a_copy_on_the_same_workers_has_the_parameters_of_what_is_trained_and_a_reference_follows_it(
     home: Unirun,
 ) -> None:

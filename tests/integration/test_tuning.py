@@ -92,6 +92,7 @@ def test_trials_run_side_by_side_on_warm_workers_with_devices_of_their_own(
     assert {devices: len(found) for devices, found in pids.items()} == {"0,1": 2, "2,3": 2}
 
 
+@pytest.mark.chaos
 def test_a_search_whose_driver_was_killed_goes_on_and_loses_no_parameters(
     home: Unirun, script: Script
 ) -> None:

@@ -47,6 +47,7 @@ def results(cluster: UnirunOnHosts, hosts: str) -> tuple[dict[str, str], set[str
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.chaos
 def test_twelve_ranks_compute_the_same_on_one_host_and_on_three(cluster: UnirunOnHosts) -> None:
     cluster.place("train.py", TRAINING)
     one, where = results(cluster, "h1:12")

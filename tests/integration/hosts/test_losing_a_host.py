@@ -59,6 +59,7 @@ def nobody_ran_twice(cluster: UnirunOnHosts, before: list[Start], after: list[St
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.chaos
 def test_a_bad_cable_and_one_that_is_out_for_three_seconds_restart_nothing(cluster: UnirunOnHosts) -> None:
     """
     1. Packets of all hosts are late by 20 ms, and one of a hundred is lost.

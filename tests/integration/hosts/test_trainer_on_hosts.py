@@ -162,6 +162,7 @@ DRIVER = """
 """
 
 
+@pytest.mark.chaos
 def test_a_driver_that_is_killed_leaves_no_worker_on_any_host(cluster: UnirunOnHosts, script: Script) -> None:
     driver = cluster.start_program([sys.executable, str(script(DRIVER))], cwd=REPOSITORY)
     (line,) = driver.lines(r"pids ([\d ]+)", within=START_TIMEOUT)

@@ -53,6 +53,7 @@ MOVES = """
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", variants("", "gloo"), ids=variants("sockets", "gloo"))
+@pytest.mark.chaos
 def test_stages_arrive_whole_over_a_bad_cable_and_again_when_a_publisher_was_killed(
     cluster: UnirunOnHosts, backend: str
 ) -> None:

@@ -104,6 +104,7 @@ class TestAtEachMomentOfAStart:
         assert (warm.folder / "log").read_text() == ""
         os.kill(warm.description.pid, signal.SIGTERM)
 
+    @pytest.mark.chaos
     def test_the_warm_process_may_be_suspended_at_each_moment_of_a_start(
         self, own: Warm, tmp_path: Path, script: Script
     ) -> None:

@@ -164,6 +164,7 @@ class TestModulesOfTheUsers:
         with warm_in(root / "warm", "--preload", "journal", env=env) as warm:
             yield warm, module, env
 
+    @pytest.mark.chaos
     def test_user_modules_stay_warm_while_their_files_are_unchanged(
         self, journal: tuple[Warm, Path, dict[str, str]], tmp_path: Path, script: Script
     ) -> None:
@@ -198,6 +199,7 @@ class TestModulesOfTheUsers:
 
 
 class TestAnOldUnirun:
+    @pytest.mark.chaos
     def test_a_warm_process_with_a_replaced_unirun_file_lends_nothing(
         self, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, script: Script
     ) -> None:
