@@ -49,6 +49,14 @@ class TestTheExitCode:
         result = unirun("--no-python", *program)
         assert result.code == expected, result.err
 
+    def test_the_exit_code_is_a_fatal_one_that_no_restart_follows(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        code = script("import sys; sys.exit(77)")
+        result = unirun("--max-restarts", "5", "--fatal-exit-codes", "2,77", code)
+        assert (result.code, unirun.status()["roles"][0]["restarts"]) == (77, 0), result.err
+        assert "no restart follows exit code 77 (--fatal-exit-codes)" in result.err
+
 
 def root_cause(err: str) -> list[str]:
     """The lines of the report from the root cause on, without the command's name and indentation."""

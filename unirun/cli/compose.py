@@ -85,6 +85,7 @@ def options_to_job(
     scope.scoped("script", options.get("script", ()), needs_role=True)
     scope.folders(options.get("cwd", ()))
     scope.scoped("max_restarts", options.get("max_restarts", ()))
+    scope.scoped("fatal_exit_codes", options.get("fatal_exit_codes", ()))
     scope.scoped("count", options.get("nproc_per_node", ()), job_key="nproc_per_node")
     scope.scoped("component", options.get("component", ()), needs_role=True)
     scope.scoped("slots", options.get("slots", ()), needs_role=True)

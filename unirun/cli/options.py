@@ -100,6 +100,13 @@ OURS: tuple[Option, ...] = (
     Option(
         "--preload", START, "modules that are imported once, before workers are forked", "MODULE,…", many=True
     ),
+    Option(
+        "--fatal-exit-codes",
+        LIFE,
+        "exit codes of workers that no restart follows: the job ends with them (a signal is 128 + its number)",
+        "[ROLE=]N,…",
+        many=True,
+    ),
     Option("--call-timeout", LIFE, "seconds that a call between roles may take (default 1800)", "SECONDS"),
     Option(
         "--transport",

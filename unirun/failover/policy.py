@@ -16,6 +16,7 @@ from unirun.collocation.graph import (
     declared,
     learn,
 )
+from unirun.errors import EXIT_BUDGET
 from unirun.failover.state import ROLE_WORKS, JobState, RolePhase, RoleState
 from unirun.values import Value
 
@@ -23,8 +24,8 @@ Action = Literal["restart_role", "restart_worker", "join", "end_job"]
 
 
 class Decision(Value):
-    """`action` and the `reason` for it in words. `budget_spent`: restarts were allowed, and are used up. `free`: it is
-    no consequence of a failure, and spends no restart.
+    """`action` and the `reason` for it in words. `code` is the exit code of the job that ends; 0 for that of the root
+    cause. `free`: it is no consequence of a failure, and spends no restart.
 
     ``restart_worker`` starts the lost workers again and makes a new generation; ``join`` starts one again for the
     generation that is being formed, and spends no restart.
@@ -32,8 +33,13 @@ class Decision(Value):
 
     action: Action
     reason: str
-    budget_spent: bool = False
+    code: int = 0
     free: bool = False
+
+    @property
+    def budget_spent(self) -> bool:
+        """True if restarts were allowed, and are used up."""
+        return self.code == EXIT_BUDGET
 
 
 LONGEST_DELAY = 60.0
@@ -76,8 +82,8 @@ class Loss(Value):
     `stale`: the worker had not begun to form the role's present generation; it was still in an earlier one, which
     another death had ended, or could not be woken in that.
     `elsewhere`: the ranks go to other nodes. `together`: all ranks of the role have to restart, whatever its level is.
-    `asked`: nothing has failed, somebody wants them to leave. `taken`: another process has its port, so that it cannot
-    have started.
+    `fatal` is the exit code, if no restart follows it. `asked`: nothing has failed, somebody wants them to leave.
+    `taken`: another process has its port, so that it cannot have started.
     """
 
     what: str
@@ -89,6 +95,7 @@ class Loss(Value):
     stale: bool = False
     elsewhere: bool = False
     together: bool = False
+    fatal: int = 0
     asked: bool = False
     taken: bool = False
 
@@ -108,6 +115,9 @@ def decide(loss: Loss, role: RoleState, budget: Budget) -> Decision:
     A permanent error ends the job when it comes in the first start of a rank. Later it may be an accident all the same,
     as the code has run on that rank: its restarts are spent first.
     """
+    if loss.fatal:
+        reason = f"{loss.what}, and no restart follows exit code {loss.fatal} (--fatal-exit-codes)"
+        return Decision("end_job", reason, code=loss.fatal)
     if loss.permanent and loss.recoverable is None and loss.first_start:
         return Decision("end_job", f"{loss.what}, before it was up, with an error that a restart cannot mend")
     if role.kind == "trainer" and loss.ranks and not loss.recoverable:
@@ -150,7 +160,7 @@ def _without_budget(loss: Loss, budget: Budget) -> Decision:
         return Decision("end_job", f"{loss.what}; role {loss.role} has no restarts (--max-restarts 0)")
     time = f" in {budget.window:g} s" if budget.window else ""
     reason = f"{loss.what}; all {budget.limit} restarts of role {loss.role}{time} are used up"
-    return Decision("end_job", reason, budget_spent=True)
+    return Decision("end_job", reason, code=EXIT_BUDGET)
 
 
 def _why_not_recoverable(loss: Loss) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from msgspec.structs import replace
 
 from unirun.collocation.graph import show_ranks
-from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, IllegalTransition
+from unirun.errors import EXIT_FAILURE, EXIT_PLACEMENT, IllegalTransition
 from unirun.failover.draft import After, Due, Finish, JobDraft, ToWatchers
 from unirun.failover.generations import form_next, start_missing
 from unirun.failover.phases import PhaseEvent
@@ -438,8 +438,11 @@ def end_if_over(draft: JobDraft) -> None:
         if diagnosis.cause.inferred:
             _keep_cause(draft, diagnosis)
             verdict = replace(verdict, reason=f"{diagnosis}; {verdict.reason}")
-        code = verdict.code if verdict.code == EXIT_BUDGET else diagnosis.code
+        code = verdict.code or diagnosis.code
         verdict = replace(verdict, code=code, report=report, error_file=f"{diagnosis.failure.log}/error.json")
+    elif verdict.by_failure:
+        # An earlier master knew the failures, and could not write them.
+        verdict = replace(verdict, code=verdict.code or EXIT_FAILURE)
     finish(draft, verdict)
 
 
@@ -559,8 +562,9 @@ def _paid(draft: JobDraft, name: str, before: Sequence[float]) -> tuple[float, .
 
 
 def end_job(draft: JobDraft, decision: Decision, code: int, *, by_failure: bool) -> None:
-    """End the job as was decided, with exit code `code` unless a budget is spent."""
-    code = EXIT_BUDGET if decision.budget_spent else code
+    """End the job with the exit code that was decided, else with that of the root cause if it ends `by_failure`, else
+    with `code`."""
+    code = decision.code or (0 if by_failure else code)
     stop_all(draft, Verdict(JobPhase.FAILED, code, decision.reason, by_failure), signal.SIGTERM, None)
 
 

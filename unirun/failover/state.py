@@ -451,7 +451,8 @@ class RoleState(Value):
 
 
 class Verdict(Value):
-    """The end that the job will have once every worker is gone. `by_failure`: the code is that of the root cause.
+    """The end that the job will have once every worker is gone. `by_failure`: there is a root cause, and a `code` of 0
+    means that of the root cause, which is known at the end.
 
     `report` is for people, and `error_file` the root cause's, if it left one; both are there at the end. Workers are
     told to end with `signal`, and have `grace` seconds then.

@@ -29,6 +29,7 @@ from unirun.failover.state import (
     RoleState,
     WorkerState,
 )
+from unirun.spec.job import RoleSpec
 from unirun.wire.messages import ExitAck
 from unirun.wire.reports import Notice, StoreEnded, WorkerExited
 
@@ -86,7 +87,7 @@ def exited(draft: JobDraft, event: WorkerExited) -> None:
         else:
             draft.tell_now()
         return
-    if works:
+    if works or (role.phase is RolePhase.RESTARTING and not spec.optional and _fatal(spec, event, end)):
         _fail(draft, worker, event, end)
     else:
         draft.put(draft.state.with_failures(failure_of(draft.state, worker, event, end)))
@@ -98,7 +99,8 @@ def _fail(draft: JobDraft, worker: WorkerState, event: WorkerExited, end: Exit) 
     """Decide what follows from the failure of `worker` (its state before it ended), and carry it out."""
     name, rank = event.worker.role, event.worker.rank
     role = draft.role(name)
-    decision = decide(_loss(role, worker, event, end), role, budget_for(draft.state, role, draft.now, [rank]))
+    loss = _loss(role, draft.state.role_spec(name), worker, event, end)
+    decision = decide(loss, role, budget_for(draft.state, role, draft.now, [rank]))
     failure = failure_of(draft.state, worker, event, end)
     draft.put(draft.state.with_failures(replace(failure, decision=decision.reason)))
     if event.taken and decision.action != "end_job":
@@ -141,7 +143,13 @@ def failure_of(state: JobState, worker: WorkerState, event: WorkerExited, end: E
     )
 
 
-def _loss(role: RoleState, worker: WorkerState, event: WorkerExited, end: Exit) -> Loss:
+def _fatal(spec: RoleSpec, event: WorkerExited, end: Exit) -> int:
+    """The exit code of a worker that has ended by itself, if no restart follows it; else 0."""
+    own = event.cause == "own" and not end.early
+    return end.status if own and end.status in spec.fatal_exit_codes else 0
+
+
+def _loss(role: RoleState, spec: RoleSpec, worker: WorkerState, event: WorkerExited, end: Exit) -> Loss:
     """The loss of `worker` (its state before it ended) for the policy."""
     in_past = not role.is_program and max(worker.generation, event.met) < role.generation
     what = f"{event.worker} {end.predicate}"
@@ -159,6 +167,7 @@ def _loss(role: RoleState, worker: WorkerState, event: WorkerExited, end: Exit) 
         or (event.error is not None and event.error.permanent)
         or (role.is_program and end.code in NOT_EXECUTED),
         stale=in_past and (event.cause == "stuck" or not role.up(worker)),
+        fatal=_fatal(spec, event, end),
         taken=event.taken and worker.new_ports < NEW_PORTS,
     )
 

@@ -322,7 +322,8 @@ class RoleSpec(Value):
     """A named set of `count` identical processes.
 
     `restart` is what restarts after a worker failed: all workers of the ``role``, or that ``process`` alone, while the
-    others keep their memory. `max_restarts` limits either. `cwd` is None for the directory where
+    others keep their memory. `max_restarts` limits either. Nothing restarts after one of the `fatal_exit_codes`: the
+    job ends with it. `cwd` is None for the directory where
     `unirun` was called. `env` comes on top of the job's. `per_node` is how many of the role a node shall have, None
     for whatever fits. `auto_visible_device`: whether a worker's device mask is set to the devices that it was given.
 
@@ -382,6 +383,7 @@ class RoleSpec(Value):
     after: Mapping[str, int] = field(default_factory=dict)
     restart_window: float = 0.0
     restart_delay: float = 0.0
+    fatal_exit_codes: tuple[int, ...] = ()
     env_file: str | None = None
     engine: EngineKind | None = None
     beside: str | None = None

@@ -40,7 +40,7 @@ TRAINER = "trainer"
 ENTRY_KINDS: tuple[EntryKind, ...] = ("script", "module", "program", "function", "workload")
 JOB_WIDE_KEYS = (
     *ENTRY_KINDS,
-    *("args", "env", "cwd", "max_restarts", "start_method"),
+    *("args", "env", "cwd", "max_restarts", "fatal_exit_codes", "start_method"),
     *JOB_WIDE_PROGRAM_KEYS,
 )
 """Keys that a role inherits from the job."""
@@ -81,7 +81,10 @@ ELSEWHERE = {
 }
 """Keys of other launchers' files, and what to write for them in a role."""
 
-TRAINER_KEYS = ("class", "env", "cwd", "max_restarts", "start_method", "cpus", "memory", "after", "env_file")
+TRAINER_KEYS = (
+    *("class", "env", "cwd", "max_restarts", "fatal_exit_codes", "start_method"),
+    *("cpus", "memory", "after", "env_file"),
+)
 START_METHODS: dict[str, StartMethod] = {
     "fork": "fork",
     "forkserver": "fork",
@@ -161,7 +164,7 @@ def _finish(
     role: Section, job: Section, name: str, entry: Entry, count: int = 1, contract: Contract = "torchrun"
 ) -> RoleSpec:
     """The settings that roles and the trainer have in common."""
-    keys = ("cwd", "max_restarts", "start_method", "python")
+    keys = ("cwd", "max_restarts", "fatal_exit_codes", "start_method", "python")
     wide = {key: job.fields[key] for key in keys if key in job.fields}
     role = Section({**wide, **role.fields}, role.where, role.faults)
     cwd = role.text("cwd") or None
@@ -182,6 +185,7 @@ def _finish(
         env=env,
         cwd=cwd,
         max_restarts=role.integer("max_restarts", restarts, 0),
+        fatal_exit_codes=_exit_codes(role),
         start_method="exec" if entry.kind == "program" or program["python"] else START_METHODS[chosen],
         restart="process" if by_class or (program["service"] and contract == "none") else "role",
         per_node=_divisor(role, "per_node", count, "every node"),
@@ -191,6 +195,16 @@ def _finish(
         memory=_memory(role),
         **program,
     )
+
+
+def _exit_codes(role: Section) -> tuple[int, ...]:
+    """Exit codes that no restart follows: one, several, or a text with commas. A signal is 128 + its number."""
+    key = "fatal_exit_codes"
+    value = role.fields.get(key)
+    codes = (
+        value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    )
+    return () if value is None else tuple(role.as_integer(key, code, 1, 1, 255) for code in codes)
 
 
 def _needs(role: Section, made: RoleSpec) -> dict[str, Any]:

@@ -356,7 +356,7 @@ class HeldWorker(Value):
 class Ending(Value):
     """The end of the job, as decided by a master that could not write it to the store.
 
-    `by_failure`: the exit code of the root cause replaces `code`.
+    `by_failure`: there is a root cause; a `code` of 0 means the exit code of that.
     """
 
     phase: str

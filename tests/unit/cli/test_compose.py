@@ -76,6 +76,7 @@ class TestRoles:
             *("--script", "rollout=serve.py"),
             *("--env", "A=1", "--env", "actor:A=2", "--env", "actor:B=x=y:z"),
             *("--max-restarts", "1", "--max-restarts", "rollout=5"),
+            *("--fatal-exit-codes", "2,77", "--fatal-exit-codes", "rollout=139"),
             *("--nproc-per-node", "rollout=7"),
             *("--cwd", "actor=there"),
             *("--primary", "actor"),
@@ -86,6 +87,7 @@ class TestRoles:
         assert rollout.entry == Entry("script", "serve.py", ("--x",))
         assert (spec.env, actor.env, rollout.env) == ({"A": "1"}, {"A": "2", "B": "x=y:z"}, {})
         assert (actor.max_restarts, rollout.max_restarts) == (1, 5)
+        assert (actor.fatal_exit_codes, rollout.fatal_exit_codes) == ((2, 77), (139,))
         assert (actor.count, rollout.count) == (1, 7)
         assert (actor.cwd, rollout.cwd) == ("there", None)
         assert spec.primary == ("actor",)

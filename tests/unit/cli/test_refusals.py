@@ -50,6 +50,7 @@ class TestACommandLine:
             ),
             (("--nproc-per-node", "gpu"), "has no GPU; use a number, 'cpu' or 'auto'"),
             (("--max-restarts", "-1"), "max_restarts: expected a number from 0"),
+            (("--fatal-exit-codes", "1,256"), "fatal_exit_codes: expected a number from 1 to 255, found"),
             (("--env", "K"), "--env: 'K' has no value; write K=V or ROLE:K=V"),
             (("--env", "RANK=3"), "env.RANK: unirun sets this for every worker itself"),
             (("--start-method", "thread"), "--start-method: invalid choice: 'thread'"),

@@ -66,6 +66,13 @@ def test_without_a_budget_nothing_was_spent() -> None:
     assert decision.reason == "actor:2 ended with exit code 1; role actor has no restarts (--max-restarts 0)"
 
 
+@given(losses, roles, budgets)
+def test_no_restart_follows_a_fatal_exit_code(loss: Loss, role: RoleState, budget: Budget) -> None:
+    decision = decide(replace(loss, fatal=77), role, budget)
+    assert (decision.action, decision.code, decision.budget_spent) == ("end_job", 77, False)
+    assert decision.reason == f"{loss.what}, and no restart follows exit code 77 (--fatal-exit-codes)"
+
+
 @given(st.integers(0, 10), st.integers(0, 10))
 def test_a_restart_is_decided_exactly_within_the_budget(spent: int, limit: int) -> None:
     decision = decide(WORKER, role(), Budget(limit, spent))

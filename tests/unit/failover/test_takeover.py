@@ -351,7 +351,7 @@ class TestAnEndOfTheJobThatCouldNotBeWritten:
 
     def test_an_unwritten_end_of_the_job_has_the_exit_code_of_its_cause(self) -> None:
         job = Job({"actor": 2}).running()
-        ending = Ending("failed", 1, "no restarts", by_failure=True)
+        ending = Ending("failed", 0, "no restarts", by_failure=True)
         rejoin(job, ending=ending, ended=[end("actor", 0, 77)])
         job.exits("actor", 1, by=TERM, asked=TERM, cause="leaving")
         assert job.end is not None

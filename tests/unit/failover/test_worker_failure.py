@@ -54,6 +54,35 @@ class TestAFailure:
         }
         assert job.all_run("actor").phases() == {"actor": "running", "rollout": "running"}
 
+    @staticmethod
+    def fatal(*codes: int) -> Job:
+        """Two actors with restarts left, none of which follows one of these exit codes."""
+        job = Job({"actor": 2}, restarts={"actor": 9})
+        role = replace(job.state.role_spec("actor"), fatal_exit_codes=codes)
+        job.state = replace(job.state, spec=replace(job.state.spec, roles=(role,)))
+        return job.running()
+
+    @pytest.mark.parametrize(("code", "by", "status"), [(77, None, 77), (None, 11, 139)])
+    def test_a_failure_with_a_fatal_exit_code_ends_the_job_with_that(
+        self, code: int | None, by: int | None, status: int
+    ) -> None:
+        job = self.fatal(77, 139).exits("actor", 1, code, by).obey()
+        assert job.finish is not None
+        assert (job.finish.verdict.code, job.state.roles["actor"].restarts) == (status, 0)
+        assert "no restart follows" in job.finish.verdict.reason
+
+    def test_a_failure_with_another_exit_code_is_followed_by_a_restart(self) -> None:
+        assert self.fatal(77).exits("actor", 1, 76).phases() == {"actor": "restarting"}
+
+    def test_a_failure_with_a_fatal_exit_code_ends_the_job_though_its_role_restarts_already(self) -> None:
+        job = self.fatal(77).exits("actor", 1, 1).exits("actor", 0, 77)
+        assert job.finish is not None
+        assert job.finish.verdict.code == 77
+
+    def test_a_failure_with_a_fatal_exit_code_is_none_if_the_worker_was_told_to_end(self) -> None:
+        job = self.fatal(77).exits("actor", 1, 1).exits("actor", 0, 77, asked=TERM)
+        assert job.all_run("actor").phases() == {"actor": "running"}
+
     def test_a_failure_counts_within_the_window_of_the_role_only(self) -> None:
         job = Job({"actor": 1}, restarts={"actor": 1})
         role = replace(job.state.role_spec("actor"), restart_window=60.0)

@@ -127,6 +127,7 @@ def roles(draw: st.DrawFn, entries: st.SearchStrategy[Entry], named: st.SearchSt
         env=draw(envs),
         cwd=draw(st.none() | st.just(".")),
         max_restarts=draw(st.integers(0, 99)),
+        fatal_exit_codes=draw(st.lists(st.integers(1, 255), max_size=3).map(tuple)),
         start_method=draw(st.sampled_from(["fork", "exec"])),
         restart="process" if by_class else "role",
         per_node=None if entry.kind == "trainer" else per_node,
@@ -200,7 +201,7 @@ def as_job_file(spec: JobSpec) -> dict[str, Any]:
     # That is an option of the command.
     del data["most_nodes"]
     data["port_range"] = "-".join(map(str, spec.port_range))
-    every = ("env", "cwd", "max_restarts", "start_method")
+    every = ("env", "cwd", "max_restarts", "fatal_exit_codes", "start_method")
     data["roles"] = {
         role["name"]: {
             **{key: role[key] for key in (*every, "count", "per_node", "auto_visible_device")},
