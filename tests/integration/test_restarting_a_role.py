@@ -274,3 +274,25 @@ class TestSeveralRolesThatFail:
         assert all(gone(pid, WAIT_TIMEOUT) for pid in pids)
         result = job.end()
         assert (result.code, {role["restarts"] for role in unirun.status()["roles"]}) == (0, {1}), result.err
+
+
+def test_a_failure_restarts_all_roles_when_its_own_has_no_restart_left(
+    unirun: Unirun, script: Script
+) -> None:
+    """
+    1. The actor fails. Its role has no restarts, and the job has one: the rollout is started again with it.
+    2. Both end with 0 then, and so does the job. The restart is told with its reason.
+    """
+    code = """
+        import os, sys, time
+        e = os.environ
+        print("up", e["ROLE_NAME"], e["UNIRUN_INCARNATION"], e["TORCHELASTIC_RESTART_COUNT"], flush=True)
+        if e["UNIRUN_INCARNATION"] == "0":
+            sys.exit(3) if e["ROLE_NAME"] == "actor" else time.sleep(600)
+    """
+    result = unirun("--roles", "actor=1,rollout=1", "--max-job-restarts", "1", script(code))
+    assert result.code == 0, result.err
+    assert "up actor 1 1" in result.out
+    assert "up rollout 1 1" in result.out
+    assert "role actor has no restarts (--max-restarts 0); restart 1 of 1 of the job" in result.err
+    assert unirun.status()["restarts"] == 1

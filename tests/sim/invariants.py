@@ -135,7 +135,8 @@ class Invariants:
                 # A rank of which an order was lost on the way has started less often.
                 assert len({w.incarnation for w in role.workers}) == 1 or self._orders_lost or self.orderly
                 # It costs nothing when another process has the port of a program.
-                assert role.is_program or role.generation <= role.restarts + self.orderly[name]
+                paid = role.restarts + after.restarts + self.orderly[name]
+                assert role.is_program or role.generation <= paid
             for worker, earlier in zip(role.workers, old.workers, strict=False):
                 if isinstance(event, Join):
                     continue
@@ -159,7 +160,7 @@ class Invariants:
             if role.generation != old.generation and not isinstance(event, Join):
                 allowed = event in LOSS_EVENTS or isinstance(event, WorkerExited | StoreEnded) or moves(event)
                 assert allowed, f"{event} starts one of {name}"
-                if isinstance(event, WorkerExited | StoreEnded):
+                if isinstance(event, WorkerExited | StoreEnded) and after.restarts == before.restarts:
                     assert role_of(event) == name, f"{event} starts a new generation of {name}"
         if after.phase is JobPhase.SUCCEEDED:
             assert all(after.roles[n].phase is RolePhase.SUCCEEDED for n in after.spec.primary)
@@ -182,6 +183,8 @@ class Invariants:
                 told = event is Due.LOSSES and before.phase is JobPhase.RUNNING
                 # Its store may have been there though nobody of it lived there any more.
                 if role.is_program or role.phase is not before.roles[name].phase:
+                    continue
+                if state.restarts > before.restarts:
                     continue
                 if gone and told and was == places and leader(before, name) not in gone:
                     old = before.roles[name]
@@ -285,8 +288,15 @@ class Invariants:
 
     def _must_have_restarted(self, old: RoleState, since: float) -> None:
         role = self.state.roles[old.name]
-        if not self._troubled_since(since) and self.state.phase is JobPhase.RUNNING:
+        may_wait = self._troubled_since(since) or self._has_to_wait(role)
+        if not may_wait and self.state.phase is JobPhase.RUNNING:
             assert _stage(role) != _stage(old), f"{role.name} does not restart"
+
+    def _has_to_wait(self, role: RoleState) -> bool:
+        """Return True if a role is not due yet, or starts after another one that is not up."""
+        others = [self.state.roles[name] for name in self.state.role_spec(role.name).after]
+        turn = all(other.running == len(other.workers) for other in others)
+        return role.due > self.clock.now or (role.due > 0 and not turn)
 
     def _must_have_stores(self) -> None:
         """Ranks of a role that runs can meet: the store of its generation is served.
@@ -297,6 +307,8 @@ class Invariants:
         for role in self.state.roles.values():
             if not self._hopeless and self.state.phase is JobPhase.RUNNING and role.is_program:
                 self._must_have_programs(role)
+            elif role.due and role.phase is RolePhase.REFORMING:
+                assert role.forming, f"{role.name} waits for no start"
             elif not self._hopeless and self.state.phase is JobPhase.RUNNING and role.live:
                 broken = [w.rank for w in role.workers if w.exit and not w.exit.ok]
                 assert not broken, f"{role.name} runs on without its ranks {broken}"
@@ -334,11 +346,15 @@ class Invariants:
     def _check_order(self, before: JobState, event: Event, message: Message) -> None:
         """A worker is stopped when its own role restarts or the job ends, never for another role."""
         if isinstance(message, StopWorkers) and self.state.phase is JobPhase.RUNNING:
+            if self.state.restarts > before.restarts:
+                return
             assert event in LOSS_EVENTS or isinstance(event, WorkerExited | Join) or moves(event)
             assert not isinstance(event, WorkerExited) or event.worker.role == message.role
             role = self.state.roles[message.role]
             state_spec = self.state.role_spec(message.role)
             alone = role.restart == "process" and role.phase is not RolePhase.STOPPING
+            # A rank with a budget of its own that is spent.
+            alone &= state_spec.rank_restarts is None or role.phase is not RolePhase.RESTARTING
             grouped = state_spec.group is not None
             assert not alone or grouped or event in LOSS_EVENTS or isinstance(event, Join | Drain), (
                 "it is stopped for its peer"
@@ -471,7 +487,12 @@ class Invariants:
             assert code != 0
             assert finish.verdict.report
         if code == EXIT_BUDGET and EXIT_BUDGET not in statuses:
-            assert any(r.restarts >= end.role_spec(r.name).max_restarts > 0 for r in end.roles.values())
+            spent = [(end.restarts, end.spec.max_job_restarts)]
+            for role in end.roles.values():
+                spec = end.role_spec(role.name)
+                spent.append((role.restarts, spec.max_restarts))
+                spent += ((len(worker.paid), spec.rank_restarts or 0) for worker in role.workers)
+            assert any(restarts >= limit > 0 for restarts, limit in spent)
         if code == EXIT_RENDEZVOUS and EXIT_RENDEZVOUS not in statuses:
             never = any("was not ready within" in failure.note for failure in end.failures)
             assert never or self.scenario.absent or self._troubled_since(self._began)

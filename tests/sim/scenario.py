@@ -243,7 +243,30 @@ def make_scenario(seed: int) -> Scenario:
     if services.random() < 0.5:
         _add_services(scenario, services)
         _give_slots(scenario, random.Random(f"slots {seed}"))
+    levels = random.Random(f"levels {seed}")
+    if levels.random() < 0.4:
+        _add_levels(scenario, levels)
     return scenario
+
+
+def _add_levels(scenario: Scenario, rng: random.Random) -> None:
+    """Budgets of the job and of ranks, windows, back-offs, and exit codes that no restart follows."""
+    window, delay = rng.choice((0.0, 0.0, 100.0)), rng.choice((0.0, 0.0, 0.5))
+    roles = []
+    for role in scenario.spec.roles:
+        codes = tuple(code for code in (1, 7, 137) if rng.random() < 0.1)
+        role = replace(role, fatal_exit_codes=codes)
+        if not role.service:
+            limit = rng.choice((None, None, 1, 2))
+            role = replace(role, rank_restarts=limit, restart_window=window, restart_delay=delay)
+        roles.append(role)
+    scenario.spec = replace(
+        scenario.spec,
+        roles=tuple(roles),
+        max_job_restarts=rng.choice((0, 1, 1, 2, 5)),
+        restart_window=window,
+        restart_delay=delay,
+    )
 
 
 def _add_services(scenario: Scenario, rng: random.Random) -> None:

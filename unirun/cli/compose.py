@@ -40,7 +40,15 @@ from unirun.spec.entries import is_function
 from unirun.spec.job import JobSpec
 from unirun.spec.parse import parse_job
 from unirun.spec.read import id_stem, nearest
-from unirun.spec.roles import ENTRY_KINDS, NAME, ONE_NODE, TRAINER, NodeCount, python_path
+from unirun.spec.roles import (
+    ENTRY_KINDS,
+    NAME,
+    ONE_NODE,
+    RESTART_KEYS,
+    TRAINER,
+    NodeCount,
+    python_path,
+)
 from unirun.spec.yaml import is_override, merge
 
 # Options as the mapping of a job file.
@@ -84,8 +92,8 @@ def options_to_job(
     scope = _Scope(job, roles, names, faults, trained=trained, services=services)
     scope.scoped("script", options.get("script", ()), needs_role=True)
     scope.folders(options.get("cwd", ()))
-    scope.scoped("max_restarts", options.get("max_restarts", ()))
-    scope.scoped("fatal_exit_codes", options.get("fatal_exit_codes", ()))
+    for key in RESTART_KEYS:
+        scope.scoped(key, options.get(key, ()))
     scope.scoped("count", options.get("nproc_per_node", ()), job_key="nproc_per_node")
     scope.scoped("component", options.get("component", ()), needs_role=True)
     scope.scoped("slots", options.get("slots", ()), needs_role=True)
@@ -210,6 +218,7 @@ _SAME = (
     "numa_binding",
     "call_timeout",
     "transport",
+    "max_job_restarts",
 )
 _VALUES = {
     **{option: option for option in (*_SAME, "stdin")},

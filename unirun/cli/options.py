@@ -101,6 +101,33 @@ OURS: tuple[Option, ...] = (
         "--preload", START, "modules that are imported once, before workers are forked", "MODULE,…", many=True
     ),
     Option(
+        "--rank-restarts",
+        LIFE,
+        "restarts that one rank may cause; then its role restarts as a whole, or the job (default: no limit)",
+        "[ROLE=]N",
+        many=True,
+    ),
+    Option(
+        "--max-job-restarts",
+        LIFE,
+        "restarts of all roles, when those of a role are used up or its failure needs it (default 0)",
+        "N",
+    ),
+    Option(
+        "--restart-window",
+        LIFE,
+        "only restarts within this time count, as 10m or 1h (default: all; of services 1h)",
+        "[ROLE=]TIME",
+        many=True,
+    ),
+    Option(
+        "--restart-delay",
+        LIFE,
+        "time before the second restart that counts; each further one waits twice as long, up to 60 s (default 0)",
+        "[ROLE=]TIME",
+        many=True,
+    ),
+    Option(
         "--fatal-exit-codes",
         LIFE,
         "exit codes of workers that no restart follows: the job ends with them (a signal is 128 + its number)",

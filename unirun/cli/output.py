@@ -5,13 +5,14 @@ Tables are coloured on a terminal.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
+from math import isfinite, nan
 from pathlib import Path
 
 from unirun.errors import UsageError
 from unirun.launcher.foreground.terminal import is_screen, printable, say
+from unirun.spec.read import as_duration
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -37,16 +38,12 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     Console().print(table)
 
 
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhdw])")
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-
-
 def duration(option: str, text: str) -> float:
     """The seconds of ``30m``, ``12h``, ``7d``. Raises `UsageError`, which names the option."""
-    match = _DURATION.fullmatch(text)
-    if match is None:
+    seconds = as_duration(text) if text[-1:].isalpha() else nan
+    if not isfinite(seconds):
         raise UsageError(f"{option} {text!r} is no duration", "for example 90s, 30m, 12h, 7d or 2w")
-    return float(match[1]) * _UNITS[match[2]]
+    return seconds
 
 
 def age(seconds: float) -> str:

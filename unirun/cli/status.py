@@ -78,6 +78,8 @@ def _print(status: JobStatus, master: str, batch: str, logs: str) -> None:
     if master:
         say(f"master: {master}")
     budgets = [f"{r.name} {r.restarts} of {r.max_restarts}" for r in status.roles if r.max_restarts]
+    if status.max_job_restarts:
+        budgets.append(f"the job {status.restarts} of {status.max_job_restarts}")
     if budgets:
         say(f"restarts: {', '.join(budgets)}")
     nodes = ((status.spares, "held back"), (status.lost, "lost"))

@@ -72,7 +72,7 @@ def form_next(draft: JobDraft, name: str) -> None:
 def opened(draft: JobDraft, name: str) -> None:
     """The store of the current generation is there: start the missing workers and send the view."""
     role = draft.role(name)
-    role = replace(role, opened=role.generation)
+    role = replace(role, opened=role.generation, due=0.0)
     if role.phase is RolePhase.RESTARTING:
         # The role may have shrunk; the surplus workers have ended by now.
         places = draft.state.placement.of_role(name)
@@ -159,9 +159,9 @@ def clear_the_way(draft: JobDraft) -> None:
 
 
 def order_store(draft: JobDraft, name: str) -> None:
-    """Order the store of the role's current generation, if it has stores."""
+    """Order the store of the role's current generation, if it has stores and is not to wait for its start."""
     role = draft.role(name)
-    if not role.is_program:
+    if not role.is_program and not role.due:
         draft.order(leader(draft.state, name), OpenStore(name, role.generation))
 
 
@@ -202,7 +202,7 @@ def _start(draft: JobDraft, name: str, ranks: Collection[int]) -> None:
         order = StartRole(
             role=name,
             generation=role.opened,
-            restarts=role.restarts,
+            restarts=role.restarts + draft.state.restarts,
             world_size=len(role.workers),
             local_world_size=len(here),
             group_rank=group_rank,

@@ -18,8 +18,8 @@ from unirun.collocation.graph import show_ranks
 from unirun.errors import PlacementError
 from unirun.failover.draft import JobDraft, ToWatchers, leader
 from unirun.failover.generations import form_if_all_are_there, obstructed, order_store
-from unirun.failover.policy import Decision, Loss, consequences, decide, seen_graph, unit_of
-from unirun.failover.restart_or_end import advance, budget_for, restart
+from unirun.failover.policy import Decision, Loss, consequences, decide_in, seen_graph, unit_of
+from unirun.failover.restart_or_end import advance, restart, restart_job
 from unirun.failover.state import (
     NEVER,
     ROLE_ENDS,
@@ -332,9 +332,17 @@ def relocate(draft: JobDraft, before: JobState, cause: Cause, found: Relocation)
     if waits := consequences(unit_of(draft.state, [*found.missing, *moved])):
         draft.record("affected", waits)
     for name in draft.state.roles:
-        draft.cause = causes.get(name, lost)
         # A role that grows is about to start again as a whole, and starts the new ranks with that.
         draft.put(_grown(draft.role(name), found.placement))
+    job = [name for name, decision in decisions.items() if decision.action == "restart_job"]
+    works = {name for name, role in draft.state.roles.items() if role.phase in ROLE_WORKS}
+    if job:
+        draft.cause = causes.get(job[0], lost)
+        restart_job(draft)
+    for name in draft.state.roles:
+        draft.cause = causes.get(name, lost)
+        if job and name in works:
+            continue
         if name in decisions:
             action = "restart_role" if whole[name] else decisions[name].action
             restart(draft, name, replace(decisions[name], action=action))
@@ -421,7 +429,7 @@ def _decide(
         together=together,
         asked=cause.asked,
     )
-    return decide(loss, role, budget_for(state, role, cause.time, ranks))
+    return decide_in(state, loss, cause.time, ranks)
 
 
 def _grown(role: RoleState, placement: Placement) -> RoleState:

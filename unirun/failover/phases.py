@@ -25,7 +25,7 @@ class PhaseEvent(StrEnum):
     ALL_UP = "every rank is up"
     NOT_ALL_UP = "a rank is not up any more"
     STORE_OPENED = "the old ranks are gone, and the next generation can meet"
-    ROLE_RESTARTS = "all ranks restart after a loss, or to make room"
+    ROLE_RESTARTS = "all ranks restart after a loss, to make room, or with the job"
     RANKS_RESTART = "some ranks restart, and the others keep their memory"
     PROGRAMS_RESTART = "some of its programs restart or move"
     STORE_ENDED = "its store has ended, and all ranks live on"
@@ -80,7 +80,7 @@ ROLE_CHANGES: tuple[PhaseChange, ...] = (
     ((R.RUNNING,), E.PROGRAMS_RESTART, R.STARTING, "restart_or_end.restart"),
     ((R.STARTING, R.RUNNING), E.RANKS_RESTART, R.REFORMING, "restart_or_end.restart"),
     ((R.RUNNING,), E.STORE_ENDED, R.REFORMING, "worker_failure.store_ended"),
-    (ROLE_WORKS, E.ROLE_RESTARTS, R.RESTARTING, "restart_or_end.restart"),
+    (ROLE_WORKS, E.ROLE_RESTARTS, R.RESTARTING, "restart_or_end._restart_all"),
     ((R.RESTARTING,), E.STORE_OPENED, R.STARTING, "generations.opened"),
     ((R.RUNNING,), E.TAKEN_OVER, R.STARTING, "takeover.resume"),
     (ROLE_WORKS, E.ALL_SUCCEEDED, R.SUCCEEDED, "restart_or_end.advance"),

@@ -1,8 +1,8 @@
-"""The decision about a loss: restart what the role's level says while its budget lasts, else end the job."""
+"""The decision about a loss: restart what the role's level says while its budget lasts, else the job, else end it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 from msgspec.structs import replace
@@ -17,10 +17,11 @@ from unirun.collocation.graph import (
     learn,
 )
 from unirun.errors import EXIT_BUDGET
+from unirun.failover.budgets import NO_RESTARTS, Budget, budget_above, budget_for
 from unirun.failover.state import ROLE_WORKS, JobState, RolePhase, RoleState
 from unirun.values import Value
 
-Action = Literal["restart_role", "restart_worker", "join", "end_job"]
+Action = Literal["restart_job", "restart_role", "restart_worker", "join", "end_job"]
 
 
 class Decision(Value):
@@ -28,7 +29,7 @@ class Decision(Value):
     cause. `free`: it is no consequence of a failure, and spends no restart.
 
     ``restart_worker`` starts the lost workers again and makes a new generation; ``join`` starts one again for the
-    generation that is being formed, and spends no restart.
+    generation that is being formed, and spends no restart. ``restart_job`` restarts every role.
     """
 
     action: Action
@@ -40,37 +41,6 @@ class Decision(Value):
     def budget_spent(self) -> bool:
         """True if restarts were allowed, and are used up."""
         return self.code == EXIT_BUDGET
-
-
-LONGEST_DELAY = 60.0
-"""Seconds of back-off before a restart, at most."""
-
-
-class Budget(Value):
-    """The number of restarts that a role may have, and the number that it has had: in the last `window` seconds, or
-    since its start for 0. A restart of one worker counts like one of all.
-
-    The first is at once; the second comes `delay` seconds after the failure, each further one after twice as long.
-    """
-
-    limit: int
-    spent: int = 0
-    window: float = 0.0
-    delay: float = 0.0
-
-    @property
-    def left(self) -> int:
-        """Restarts that are left."""
-        return self.limit - self.spent
-
-    @property
-    def back_off(self) -> float:
-        """Seconds before the next restart."""
-        return min(self.delay * 2.0 ** min(self.spent - 1, 32), LONGEST_DELAY) if self.spent else 0.0
-
-    def __str__(self) -> str:
-        when = f" in {self.back_off:g} s" if self.back_off else ""
-        return f"restart {self.spent + 1} of {self.limit}{when}"
 
 
 class Loss(Value):
@@ -105,8 +75,13 @@ class Loss(Value):
         return f"{self.role}:{self.ranks}"
 
 
-def decide(loss: Loss, role: RoleState, budget: Budget) -> Decision:
+def decide(
+    loss: Loss, role: RoleState, budget: Budget, *, job: Budget = NO_RESTARTS, rank: Budget | None = None
+) -> Decision:
     """The decision after the `loss` of a role that has this budget. What it has lost has ended in `role`.
+
+    A spent budget escalates: that of a `rank` which restarts alone to its role, that of the role to the `job`, and that
+    of the job ends it.
 
     A restart resets nothing: the second failure is handled like the first, with one restart less left. However many
     ranks are lost at once, that is one restart of the role. A `stale` worker costs none: the death that ended its
@@ -121,7 +96,8 @@ def decide(loss: Loss, role: RoleState, budget: Budget) -> Decision:
     if loss.permanent and loss.recoverable is None and loss.first_start:
         return Decision("end_job", f"{loss.what}, before it was up, with an error that a restart cannot mend")
     if role.kind == "trainer" and loss.ranks and not loss.recoverable:
-        return Decision("end_job", f"{loss.what}; {_why_not_recoverable(loss)}")
+        job = NO_RESTARTS if loss.asked else job
+        return _above_the_role(f"{loss.what}; {_why_not_recoverable(loss)}", job)
     if loss.stale:
         joins = f"joins generation {role.generation} at no cost"
         return Decision(
@@ -132,8 +108,12 @@ def decide(loss: Loss, role: RoleState, budget: Budget) -> Decision:
     if loss.taken:
         others = f"{loss.what}, as another process listens on its port; it gets another one, at no cost"
         return Decision("restart_role" if role.restart == "role" else "restart_worker", others, free=True)
+    if rank is not None and rank.left <= 0:
+        loss = replace(loss, what=f"{loss.what}; {rank.used_up(loss.who)}", together=True)
+        if role.restart == "role":
+            return _above_the_role(loss.what, job, EXIT_BUDGET)
     if budget.left <= 0:
-        return _without_budget(loss, budget)
+        return _without_budget(loss, budget, job)
     restart = f"{loss.what}; {budget}"
     if role.restart == "role" or loss.together:
         others = f", with {loss.who} elsewhere" if loss.elsewhere else ""
@@ -155,12 +135,19 @@ def _move(loss: Loss, role: RoleState) -> Decision:
     return Decision("restart_worker", f"{loss.what}; {loss.who} moves{others}", free=True)
 
 
-def _without_budget(loss: Loss, budget: Budget) -> Decision:
+def _without_budget(loss: Loss, budget: Budget, job: Budget) -> Decision:
     if budget.limit <= 0:
-        return Decision("end_job", f"{loss.what}; role {loss.role} has no restarts (--max-restarts 0)")
-    time = f" in {budget.window:g} s" if budget.window else ""
-    reason = f"{loss.what}; all {budget.limit} restarts of role {loss.role}{time} are used up"
-    return Decision("end_job", reason, code=EXIT_BUDGET)
+        return _above_the_role(f"{loss.what}; role {loss.role} has no restarts (--max-restarts 0)", job)
+    return _above_the_role(f"{loss.what}; {budget.used_up(f'role {loss.role}')}", job, EXIT_BUDGET)
+
+
+def _above_the_role(reason: str, job: Budget, code: int = 0) -> Decision:
+    """The decision when a restart of the role is no help: the job restarts, or ends with `code`."""
+    if job.left > 0:
+        return Decision("restart_job", f"{reason}; {job} of the job")
+    if job.limit > 0:
+        return Decision("end_job", f"{reason}; {job.used_up('the job')}", EXIT_BUDGET)
+    return Decision("end_job", reason, code)
 
 
 def _why_not_recoverable(loss: Loss) -> str:
@@ -178,6 +165,13 @@ def _survivors(role: RoleState) -> str:
             return f"{role.name}'s other rank keeps its memory and forms {forms}"
         case count:
             return f"{role.name}'s other {count} ranks keep their memory and form {forms}"
+
+
+def decide_in(state: JobState, loss: Loss, now: float, ranks: Collection[int] = ()) -> Decision:
+    """The decision after a loss that is no failure of one rank, with the budgets that `state` has."""
+    role = state.roles[loss.role]
+    job = budget_above(state, loss.role, now)
+    return decide(loss, role, budget_for(state, role, now, ranks), job=job)
 
 
 # The job's graph as far as it is known, and who is affected when a part of the job fails.

@@ -13,10 +13,11 @@ from msgspec.structs import replace
 
 from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_PLACEMENT, Refused
+from unirun.failover.budgets import LONGEST_DELAY
 from unirun.failover.draft import After, Due, JobDraft, ToWatchers, output_of
-from unirun.failover.generations import form_first, obstructed, opened, start_again
+from unirun.failover.generations import form_first, obstructed, opened, order_store, start_again
 from unirun.failover.phases import PhaseEvent
-from unirun.failover.policy import LONGEST_DELAY, Decision
+from unirun.failover.policy import Decision
 from unirun.failover.restart_or_end import (
     end_job,
     give_up,
@@ -50,6 +51,8 @@ def start_due(draft: JobDraft) -> None:
     state = draft.state
     if state.phase is not JobPhase.RUNNING or state.away or not any(map(_has_to_start, state.roles.values())):
         return
+    for name in state.roles:
+        _end_wait(draft, name)
     _look(draft)
     state = draft.state
     if any(state.looked[role.name].portless for role in _with_ports(state)):
@@ -65,7 +68,15 @@ def start_due(draft: JobDraft) -> None:
 def _has_to_start(role: RoleState) -> bool:
     """Return True if a role waits, or has programs that do not run. It counts; no worker is looked at."""
     starts_again = role.is_program and (role.phase is RolePhase.RESTARTING or role.incomplete)
-    return role.phase is RolePhase.WAITING or starts_again
+    return role.phase is RolePhase.WAITING or starts_again or role.due > 0
+
+
+def _end_wait(draft: JobDraft, name: str) -> None:
+    """Order the store of a role that forms its next generation, once its back-off is over and its turn comes."""
+    role = draft.role(name)
+    if role.due and role.forming and _is_over(draft, role.due) and _is_its_turn(draft.state, role):
+        draft.put(replace(role, due=0.0))
+        order_store(draft, name)
 
 
 def _look(draft: JobDraft) -> None:
@@ -117,8 +128,11 @@ def _needs_ports(worker: WorkerState, node: str) -> bool:
 
 
 def _may_begin(state: JobState, role: RoleState) -> bool:
-    if role.phase is not RolePhase.WAITING:
-        return False
+    return role.phase is RolePhase.WAITING and _is_its_turn(state, role)
+
+
+def _is_its_turn(state: JobState, role: RoleState) -> bool:
+    """Return True if the roles that `role` starts after are ready."""
     after = state.role_spec(role.name).after
     return all(_enough(state, name, count) for name, count in after.items())
 
@@ -129,6 +143,8 @@ def _enough(state: JobState, name: str, count: int) -> bool:
     role, spec = state.roles[name], state.role_spec(name)
     if spec.optional and role.phase in ROLE_ENDS:
         return True
+    if role.phase is RolePhase.RESTARTING:
+        return False
     return _ready(state, name) >= (count or len(role.workers) // (spec.group or 1))
 
 
@@ -151,7 +167,8 @@ def waiting_to_start(state: JobState) -> tuple[str, ...]:
     """The roles that have not begun, and what they wait for, in words."""
     found = []
     for role in state.roles.values():
-        after = state.role_spec(role.name).after if role.phase is RolePhase.WAITING else {}
+        waits = role.phase is RolePhase.WAITING or role.due
+        after = state.role_spec(role.name).after if waits else {}
         for name, count in after.items():
             other = state.roles[name]
             if not _enough(state, name, count):
@@ -167,7 +184,7 @@ def waiting_to_start(state: JobState) -> tuple[str, ...]:
 def _start_programs(draft: JobDraft, name: str, missing: Collection[int]) -> None:
     role = draft.role(name)
     if role.phase is RolePhase.RESTARTING:
-        whole = not role.living and role.generation > role.opened and not obstructed(draft.state, role)
+        whole = not role.living and role.forming and not role.due and not obstructed(draft.state, role)
         if whole and all(worker.due == NEVER or _is_due(draft, worker) for worker in role.workers):
             opened(draft, name)
             settle(draft, name)
@@ -187,8 +204,12 @@ def _may_start(draft: JobDraft, worker: WorkerState) -> bool:
 
 
 def _is_due(draft: JobDraft, worker: WorkerState) -> bool:
-    """Return True if the back-off of `worker` is over; also when the clock was set back."""
-    return worker.due != NEVER and not draft.now < worker.due <= draft.now + LONGEST_DELAY
+    return worker.due != NEVER and _is_over(draft, worker.due)
+
+
+def _is_over(draft: JobDraft, due: float) -> bool:
+    """Return True if a back-off is over; also when the clock was set back."""
+    return not draft.now < due <= draft.now + LONGEST_DELAY
 
 
 def _with_ports(state: JobState) -> list[RoleState]:
@@ -261,6 +282,7 @@ def wait_again(draft: JobDraft) -> None:
             stop_groups(draft, role.name)
     workers = (worker for role in draft.state.roles.values() if role.is_program for worker in role.workers)
     dues = {worker.due for worker in workers if not worker.live and worker.due > draft.now}
+    dues |= {role.due for role in draft.state.roles.values() if role.due > draft.now}
     for due in dues:
         draft.send(After(min(due - draft.now, LONGEST_DELAY), Due.START))
 

@@ -10,10 +10,11 @@ from msgspec.structs import replace
 
 from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_FAILURE, EXIT_PLACEMENT, IllegalTransition
+from unirun.failover.budgets import budget_for, budget_of_job, with_payment
 from unirun.failover.draft import After, Due, Finish, JobDraft, ToWatchers
 from unirun.failover.generations import form_next, start_missing
 from unirun.failover.phases import PhaseEvent
-from unirun.failover.policy import Budget, Decision
+from unirun.failover.policy import Decision
 from unirun.failover.state import (
     NEVER,
     ROLE_ENDS,
@@ -27,7 +28,6 @@ from unirun.failover.state import (
     RoleState,
     Verdict,
 )
-from unirun.spec.job import RoleSpec
 from unirun.values import Value, WorkerId
 from unirun.wire.messages import Shutdown, StopWorkers
 from unirun.wire.reports import Ending, Notice
@@ -465,22 +465,6 @@ def finish(draft: JobDraft, verdict: Verdict) -> None:
     draft.send(Finish(verdict))
 
 
-def budget_for(state: JobState, role: RoleState, now: float, ranks: Collection[int] = ()) -> Budget:
-    """The budget of `role` at the time `now`, when these of its ranks have ended."""
-    spec = state.role_spec(role.name)
-    if role.grouped:
-        return budget_of(spec, role.restarts, role.paid, now)
-    ended = [role.workers[rank].paid for rank in ranks] or [()]
-    return max((budget_of(spec, len(paid), paid, now) for paid in ended), key=lambda each: each.spent)
-
-
-def budget_of(spec: RoleSpec, restarts: int, paid: Sequence[float], now: float) -> Budget:
-    """The budget of a role, or of one rank of a service; `paid` are the times of the latest of its `restarts`."""
-    if spec.restart_window:
-        restarts = sum(now - spec.restart_window < time <= now for time in paid)
-    return Budget(spec.max_restarts, restarts, spec.restart_window, spec.restart_delay)
-
-
 def restart(draft: JobDraft, name: str, decision: Decision) -> None:
     """Restart a whole role, or start its lost ranks again, as was decided."""
     if decision.action == "join":
@@ -488,6 +472,8 @@ def restart(draft: JobDraft, name: str, decision: Decision) -> None:
         return
     if draft.role(name).is_program:
         _back_off(draft, name, decision)
+    elif not decision.free:
+        delay(draft, name, budget_for(draft.state, draft.role(name), draft.now).back_off)
     role = draft.role(name)
     if not decision.free:
         role = replace(role, restarts=role.restarts + 1, paid=_paid(draft, name, role.paid))
@@ -499,11 +485,35 @@ def restart(draft: JobDraft, name: str, decision: Decision) -> None:
         draft.put(replace(role, phase=RolePhase.REFORMING), PhaseEvent.RANKS_RESTART)
         form_anew(draft, name)
         return
-    restarting = replace(role, phase=RolePhase.RESTARTING, orderly=decision.free)
-    draft.put(restarting, PhaseEvent.ROLE_RESTARTS)
+    _restart_all(draft, replace(role, orderly=decision.free))
+
+
+def restart_job(draft: JobDraft) -> None:
+    """Restart every role that has not ended. Each waits for the roles in its ``after``, as at its first start."""
+    state, now = draft.state, draft.now
+    budget = budget_of_job(state, now)
+    paid = with_payment(state.paid, now, budget.limit)
+    draft.put(replace(state, restarts=state.restarts + 1, paid=paid))
+    for name in state.roles:
+        if draft.role(name).phase in (*ROLE_WORKS, RolePhase.RESTARTING):
+            delay(draft, name, budget.back_off, with_job=True)
+        if draft.role(name).phase in ROLE_WORKS:
+            _restart_all(draft, draft.role(name))
+
+
+def delay(draft: JobDraft, name: str, seconds: float, *, with_job: bool = False) -> None:
+    """Let the next generation of a role meet in `seconds` at the earliest; `with_job`, not before its turn either."""
+    role = draft.role(name)
+    if seconds or with_job:
+        draft.put(replace(role, due=max(role.due, draft.now + seconds)))
+        draft.send(After(seconds, Due.START))
+
+
+def _restart_all(draft: JobDraft, role: RoleState) -> None:
+    draft.put(replace(role, phase=RolePhase.RESTARTING), PhaseEvent.ROLE_RESTARTS)
     grace = draft.state.spec.shutdown_timeout
-    draft.stop(name, signal.SIGTERM, grace, _patience(draft.state, name))
-    advance(draft, name)
+    draft.stop(role.name, signal.SIGTERM, grace, _patience(draft.state, role.name))
+    advance(draft, role.name)
 
 
 def stop_groups(draft: JobDraft, name: str) -> None:
@@ -557,8 +567,7 @@ def _back_off(draft: JobDraft, name: str, decision: Decision) -> None:
 
 
 def _paid(draft: JobDraft, name: str, before: Sequence[float]) -> tuple[float, ...]:
-    """The times of the latest restarts, with this one; as many as the budget has."""
-    return (*before, draft.now)[-draft.state.role_spec(name).max_restarts :]
+    return with_payment(before, draft.now, draft.state.role_spec(name).max_restarts)
 
 
 def end_job(draft: JobDraft, decision: Decision, code: int, *, by_failure: bool) -> None:

@@ -284,7 +284,7 @@ class WorkerState(Value, omit_defaults=True):
     is what this worker has called, `called` what those before it had. `left` is when it has ended with 0 by itself, in
     seconds since the epoch; 0 when it lives, has failed or was told to end. `ports` stay when the rank starts again on
     its node. `health` is what the probe of a program says. A program is not started again before `due`;
-    `paid` are the times of the latest restarts of a rank of a service, which has a budget of its own. `new_ports`
+    `paid` are the times of the latest restarts of a rank that has a budget of its own. `new_ports`
     counts how often another process had its port.
     """
 
@@ -362,7 +362,7 @@ class RoleState(Value):
     greatest incarnation of the ranks that it had before it became smaller, -1 if there were none.
     A role of programs (`is_program`) has no rendezvous store: each of its ranks starts when it is due. With a `probed`
     role, ranks are up when they are ready. `wave` is its place in the order of the starts, from 1. `paid` are the times
-    of its latest restarts that were not free.
+    of its latest restarts that were not free. The store of its generation is ordered when it is `due`; 0 for at once.
     """
 
     name: str
@@ -380,6 +380,7 @@ class RoleState(Value):
     probed: bool = False
     wave: int = 0
     paid: tuple[float, ...] = ()
+    due: float = 0.0
 
     @property
     def live(self) -> tuple[WorkerState, ...]:
@@ -510,7 +511,8 @@ class JobState(Value):
     `told` is the latest view; the agents of the `uninformed` nodes have none that it follows on. `losses` are the nodes
     of which the agents are gone since a moment, and why; what follows is decided for all of them at once.
     `epoch` is the term of the master, `recorded` the number of events that it has written, `cause` the id of the one
-    that the end of the job follows from. `looked` is by role.
+    that the end of the job follows from. `looked` is by role. `restarts` are those of the whole job, and `paid` the
+    times of the latest ones.
     """
 
     spec: JobSpec
@@ -540,6 +542,8 @@ class JobState(Value):
     draining: tuple[str, ...] = ()
     newcomers: tuple[str, ...] = ()
     looked: Mapping[str, Looked] = field(default_factory=dict)
+    restarts: int = 0
+    paid: tuple[float, ...] = ()
 
     def with_role(self, role: RoleState) -> JobState:
         """This state with one role replaced."""

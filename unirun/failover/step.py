@@ -297,7 +297,9 @@ def _calls(draft: JobDraft, who: WorkerId, event: Calls) -> None:
 def _store_opened(draft: JobDraft, event: StoreOpened) -> None:
     role = draft.role(event.role)
     running = draft.state.phase is JobPhase.RUNNING and not draft.state.away
-    awaited = running and role.phase in (RolePhase.RESTARTING, RolePhase.REFORMING)
+    # A role that restarts while it forms a generation forms another one when its workers have ended.
+    restarts = role.phase is RolePhase.RESTARTING and not role.living
+    awaited = running and (restarts or role.phase is RolePhase.REFORMING)
     # While a misplaced worker is in the way the event is ignored; the store is asked for again when that one is gone.
     if awaited and event.generation == role.generation > role.opened and not obstructed(draft.state, role):
         opened(draft, event.role)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
+from unirun.failover.budgets import on_this_clock
 from unirun.failover.draft import (
     After,
     Command,
@@ -54,6 +55,7 @@ def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
     """The `state` of the master before, as this one takes it over, and the commands that follow."""
     if state.phase in JOB_ENDS:
         return state, []
+    state = on_this_clock(state, now)
     draft = JobDraft(state, now)
     roles = {name: _unseen(role) for name, role in state.roles.items()}
     away = frozenset(state.agents)

@@ -5,17 +5,18 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unirun.errors import EXIT_FAILURE, EXIT_RENDEZVOUS, IllegalTransition
+from unirun.failover.budgets import budget_above, budget_for, budget_of_rank, with_payment
 from unirun.failover.draft import JobDraft, ToWatchers
 from unirun.failover.generations import clear_the_way
 from unirun.failover.phases import PhaseEvent
-from unirun.failover.policy import Decision, Loss, consequences, decide, unit_of
+from unirun.failover.policy import Decision, Loss, consequences, decide, decide_in, unit_of
 from unirun.failover.restart_or_end import (
     advance,
-    budget_for,
     end_job,
     form_anew,
     give_up,
     restart,
+    restart_job,
     stop_groups,
     unsettle,
 )
@@ -99,8 +100,14 @@ def _fail(draft: JobDraft, worker: WorkerState, event: WorkerExited, end: Exit) 
     """Decide what follows from the failure of `worker` (its state before it ended), and carry it out."""
     name, rank = event.worker.role, event.worker.rank
     role = draft.role(name)
-    loss = _loss(role, draft.state.role_spec(name), worker, event, end)
-    decision = decide(loss, role, budget_for(draft.state, role, draft.now, [rank]))
+    state, now = draft.state, draft.now
+    decision = decide(
+        _loss(role, state.role_spec(name), worker, event, end),
+        role,
+        budget_for(state, role, now, [rank]),
+        job=budget_above(state, name, now),
+        rank=budget_of_rank(state, role, rank, now),
+    )
     failure = failure_of(draft.state, worker, event, end)
     draft.put(draft.state.with_failures(replace(failure, decision=decision.reason)))
     if event.taken and decision.action != "end_job":
@@ -193,12 +200,25 @@ def _carry_out(
         end_job(draft, decision, code, by_failure=code == EXIT_FAILURE)
         return
     draft.send(ToWatchers(Notice(source, f"{decision.reason}{tail}")))
+    if decision.action == "restart_job":
+        restart_job(draft)
+        return
     # When many fail at once, only the consequences of the first one are reported.
     failed = name if decision.action == "restart_role" else source
     runs = draft.role(name).phase is RolePhase.RUNNING
     if runs and (waiting := consequences(unit_of(draft.state, [failed]))):
         draft.record("affected", waiting, source)
+    if rank is not None and not decision.free and decision.action != "join":
+        _pay(draft, name, rank)
     restart(draft, name, decision)
+
+
+def _pay(draft: JobDraft, name: str, rank: int) -> None:
+    """Count a restart of a role for the rank that has failed, if that has a budget."""
+    limit = draft.state.role_spec(name).rank_restarts
+    if limit is not None:
+        worker = draft.role(name).workers[rank]
+        draft.put_worker(name, replace(worker, paid=with_payment(worker.paid, draft.now, limit)))
 
 
 def store_ended(draft: JobDraft, event: StoreEnded) -> None:
@@ -230,5 +250,5 @@ def store_ended(draft: JobDraft, event: StoreEnded) -> None:
         what = f"the store of role {role.name} is gone before its workers have met: {event.reason}"
         # When all ranks of it are about to start, there is none that could keep what it has.
         loss = Loss(what, role.name, together=role.phase is RolePhase.RESTARTING)
-        decision = decide(loss, role, budget_for(draft.state, role, draft.now))
+        decision = decide_in(draft.state, loss, draft.now)
         _carry_out(draft, role.name, decision, EXIT_RENDEZVOUS)

@@ -322,7 +322,8 @@ class RoleSpec(Value):
     """A named set of `count` identical processes.
 
     `restart` is what restarts after a worker failed: all workers of the ``role``, or that ``process`` alone, while the
-    others keep their memory. `max_restarts` limits either. Nothing restarts after one of the `fatal_exit_codes`: the
+    others keep their memory. `max_restarts` limits either, and `rank_restarts` those that one rank may
+    cause. Nothing restarts after one of the `fatal_exit_codes`: the
     job ends with it. `cwd` is None for the directory where
     `unirun` was called. `env` comes on top of the job's. `per_node` is how many of the role a node shall have, None
     for whatever fits. `auto_visible_device`: whether a worker's device mask is set to the devices that it was given.
@@ -384,6 +385,7 @@ class RoleSpec(Value):
     restart_window: float = 0.0
     restart_delay: float = 0.0
     fatal_exit_codes: tuple[int, ...] = ()
+    rank_restarts: int | None = None
     env_file: str | None = None
     engine: EngineKind | None = None
     beside: str | None = None
@@ -430,6 +432,9 @@ class LogSpec(Value):
 class JobSpec(Value):
     """One job. Durations are in seconds.
 
+    `max_job_restarts` limits the restarts of all roles together, which come when those of one are used up.
+    `restart_window` and `restart_delay` are as for a role.
+
     `primary` names the roles whose end is the job's end; the others are stopped then. A job of services alone has none:
     it goes on until it is stopped. `config` is the user's own, free-form part, which workers find as ``ctx.config``.
     `master_port` 0 lets each role have a free port; a number is taken by the first role. `sample_interval` is how often
@@ -450,6 +455,9 @@ class JobSpec(Value):
     env: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     preload: tuple[str, ...] = ()
+    max_job_restarts: int = 0
+    restart_window: float = 0.0
+    restart_delay: float = 0.0
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     shutdown_timeout: float = 30.0

@@ -194,10 +194,7 @@ def _nearly(name: str, role: RoleSpec) -> tuple[str, str] | None:
 
 
 JOB_WIDE_PROGRAM_KEYS = ("contract", "python")
-PROGRAM_KEYS = (
-    *("ports", "service", "optional", "ready", "ready_timeout", "alive", "group", "after"),
-    *("restart_window", "restart_delay"),
-)
+PROGRAM_KEYS = (*("ports", "service", "optional", "ready", "ready_timeout", "alive", "group", "after"),)
 """Keys of a role, with those that it inherits from the job (`JOB_WIDE_PROGRAM_KEYS`)."""
 
 SERVICE_RESTARTS, SERVICE_WINDOW, SERVICE_DELAY = 10, 3600.0, 1.0
@@ -240,7 +237,9 @@ def read_program(role: Section, entry: Entry, contract: Contract) -> dict[str, A
         "group": role.integer("group", 1, 1) if role.given("group") else None,
         "after": _after(role),
         "restart_window": role.seconds("restart_window", SERVICE_WINDOW if service else 0.0),
-        "restart_delay": _delay(role, entry, contract, service=service),
+        "restart_delay": role.seconds(
+            "restart_delay", SERVICE_DELAY if service and contract == "none" else 0.0
+        ),
     }
 
 
@@ -279,20 +278,6 @@ def _optional(role: Section, *, service: bool) -> bool:
     if optional and not service:
         role.fault("optional", "only a service is", "add service: true")
     return optional
-
-
-def _delay(role: Section, entry: Entry, contract: Contract, *, service: bool) -> float:
-    """The back-off, which only programs without the contract of torchrun have: ranks of others wait for each other."""
-    if contract == "none":
-        return role.seconds("restart_delay", SERVICE_DELAY if service else 0.0)
-    if role.given("restart_delay"):
-        kind = "program with contract: torchrun" if entry.kind == "program" else entry.kind
-        role.fault(
-            "restart_delay",
-            f"a {kind} starts again at once",
-            "leave it out; max_restarts and restart_window limit its restarts",
-        )
-    return 0.0
 
 
 def _after(role: Section) -> dict[str, int]:

@@ -146,11 +146,11 @@ class Section:
         return value
 
     def seconds(self, key: str, default: float, least: float = 0.0) -> float:
-        """A duration of at least `least` seconds."""
+        """A duration of at least `least` seconds, as a number of them or with a unit (``10m``)."""
         value = self.fields.get(key)
         if value is None:
             return default
-        number = as_number(value)
+        number = as_duration(value)
         if not least <= number < 1e9:
             self.fault(key, f"expected a number of seconds, at least {least:g}, found {shown(value)}")
             return default
@@ -205,6 +205,16 @@ def as_number(value: Any) -> float:
         return float(value) if not isinstance(value, bool) else float("nan")
     except (TypeError, ValueError, OverflowError):
         return float("nan")
+
+
+_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([smhdw])", re.ASCII)
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def as_duration(value: Any) -> float:
+    """The seconds of a number, or of a text like ``90s``, ``30m``, ``12h``, ``7d``; nan for anything else."""
+    found = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+    return float(found[1]) * _SECONDS[found[2]] if found else as_number(value)
 
 
 def can_be_passed_on(text: str) -> bool:

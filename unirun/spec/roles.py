@@ -38,9 +38,10 @@ TRAINER = "trainer"
 """The name of the role that a job's ``trainer`` makes."""
 
 ENTRY_KINDS: tuple[EntryKind, ...] = ("script", "module", "program", "function", "workload")
+RESTART_KEYS = ("max_restarts", "rank_restarts", "restart_window", "restart_delay", "fatal_exit_codes")
 JOB_WIDE_KEYS = (
     *ENTRY_KINDS,
-    *("args", "env", "cwd", "max_restarts", "fatal_exit_codes", "start_method"),
+    *("args", "env", "cwd", *RESTART_KEYS, "start_method"),
     *JOB_WIDE_PROGRAM_KEYS,
 )
 """Keys that a role inherits from the job."""
@@ -82,7 +83,7 @@ ELSEWHERE = {
 """Keys of other launchers' files, and what to write for them in a role."""
 
 TRAINER_KEYS = (
-    *("class", "env", "cwd", "max_restarts", "fatal_exit_codes", "start_method"),
+    *("class", "env", "cwd", *RESTART_KEYS, "start_method"),
     *("cpus", "memory", "after", "env_file"),
 )
 START_METHODS: dict[str, StartMethod] = {
@@ -164,7 +165,7 @@ def _finish(
     role: Section, job: Section, name: str, entry: Entry, count: int = 1, contract: Contract = "torchrun"
 ) -> RoleSpec:
     """The settings that roles and the trainer have in common."""
-    keys = ("cwd", "max_restarts", "fatal_exit_codes", "start_method", "python")
+    keys = ("cwd", *RESTART_KEYS, "start_method", "python")
     wide = {key: job.fields[key] for key in keys if key in job.fields}
     role = Section({**wide, **role.fields}, role.where, role.faults)
     cwd = role.text("cwd") or None
@@ -186,6 +187,7 @@ def _finish(
         cwd=cwd,
         max_restarts=role.integer("max_restarts", restarts, 0),
         fatal_exit_codes=_exit_codes(role),
+        rank_restarts=_rank_restarts(role, program),
         start_method="exec" if entry.kind == "program" or program["python"] else START_METHODS[chosen],
         restart="process" if by_class or (program["service"] and contract == "none") else "role",
         per_node=_divisor(role, "per_node", count, "every node"),
@@ -195,6 +197,16 @@ def _finish(
         memory=_memory(role),
         **program,
     )
+
+
+def _rank_restarts(role: Section, program: Mapping[str, Any]) -> int | None:
+    """Restarts that one rank may cause; None for no limit of its own."""
+    if not role.given("rank_restarts"):
+        return None
+    if program["service"] and program["contract"] == "none":
+        problem = "max_restarts is for each rank of a service"
+        role.fault("rank_restarts", problem, "leave it out")
+    return role.integer("rank_restarts", 1, 1)
 
 
 def _exit_codes(role: Section) -> tuple[int, ...]:

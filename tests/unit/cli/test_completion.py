@@ -70,7 +70,7 @@ def test_torchruns_option_prints_the_completions(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.starts_processes
 def test_bash_completes_options_choices_and_subcommands() -> None:
-    assert complete("unirun", "--max") == {"--max-restarts"}
+    assert complete("unirun", "--max-r") == {"--max-restarts"}
     assert complete("unirun", "--start-method", "") == {"fork", "exec", "spawn", "forkserver"}
     assert complete("unirun", "--transport", "") == {"torch", "socket"}
     assert complete("unirun", "graph", "--format", "") == {"tree", "mermaid", "dot", "svg", "yaml"}
@@ -130,7 +130,7 @@ def test_bash_completes_subcommands_of_subcommands_and_what_follows_a_script(tmp
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("unirun --max", {"--max-restarts"}),
+        ("unirun --max-r", {"--max-restarts"}),
         ("unirun --transport ", {"socket", "torch"}),
         ("unirun tr", {"train.py"}),
         ("unirun st", {"status", "stop"}),

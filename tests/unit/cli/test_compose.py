@@ -77,6 +77,8 @@ class TestRoles:
             *("--env", "A=1", "--env", "actor:A=2", "--env", "actor:B=x=y:z"),
             *("--max-restarts", "1", "--max-restarts", "rollout=5"),
             *("--fatal-exit-codes", "2,77", "--fatal-exit-codes", "rollout=139"),
+            *("--max-job-restarts", "2", "--restart-window", "10m", "--restart-window", "rollout=1h"),
+            *("--restart-delay", "2", "--rank-restarts", "actor=4"),
             *("--nproc-per-node", "rollout=7"),
             *("--cwd", "actor=there"),
             *("--primary", "actor"),
@@ -87,6 +89,9 @@ class TestRoles:
         assert rollout.entry == Entry("script", "serve.py", ("--x",))
         assert (spec.env, actor.env, rollout.env) == ({"A": "1"}, {"A": "2", "B": "x=y:z"}, {})
         assert (actor.max_restarts, rollout.max_restarts) == (1, 5)
+        assert (spec.max_job_restarts, spec.restart_window, spec.restart_delay) == (2, 600.0, 2.0)
+        assert (actor.restart_window, rollout.restart_window) == (600.0, 3600.0)
+        assert (actor.restart_delay, actor.rank_restarts, rollout.rank_restarts) == (2.0, 4, None)
         assert (actor.fatal_exit_codes, rollout.fatal_exit_codes) == ((2, 77), (139,))
         assert (actor.count, rollout.count) == (1, 7)
         assert (actor.cwd, rollout.cwd) == ("there", None)

@@ -41,6 +41,9 @@ def check_role(role: RoleState, max_restarts: int, *, has_window: bool = False) 
 
 def check_job(state: JobState) -> None:
     """Raise `IllegalTransition` when an invariant does not hold."""
+    restarts = len(state.paid) if state.spec.restart_window else state.restarts
+    if restarts > state.spec.max_job_restarts:
+        raise IllegalTransition(f"the job has {restarts} restarts, which is over its budget")
     for role in state.roles.values():
         spec = state.role_spec(role.name)
         check_role(role, spec.max_restarts, has_window=spec.restart_window > 0)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from unirun.failover.policy import LONGEST_DELAY, Budget, Loss, decide
-from unirun.failover.restart_or_end import budget_of
+from unirun.failover.budgets import LONGEST_DELAY, Budget, budget_of
+from unirun.failover.policy import Loss, decide
 from unirun.failover.state import Ranks, RoleState, WorkerPhase, WorkerState
 from unirun.spec.job import Entry, EntryKind, Restart, RoleSpec
 
@@ -79,6 +79,24 @@ def test_a_restart_is_decided_exactly_within_the_budget(spent: int, limit: int) 
     assert (decision.action == "restart_role") == (spent < limit)
     assert decision.budget_spent == (decision.action == "end_job" and limit > 0)
     assert "actor:2" in decision.reason
+
+
+@given(losses, roles, budgets, budgets, st.none() | budgets)
+def test_a_spent_budget_escalates_to_the_job_and_a_permanent_error_does_not(
+    loss: Loss, role: RoleState, budget: Budget, job: Budget, rank: Budget | None
+) -> None:
+    alone, decision = decide(loss, role, budget, rank=rank), decide(loss, role, budget, job=job, rank=rank)
+    if alone.action != "end_job":
+        assert decision == alone
+    elif job.left > 0:
+        assert decision.action == "restart_job"
+        assert decision.reason == f"{alone.reason}; {job} of the job"
+    else:
+        assert decision.action == "end_job"
+        assert decision.reason.startswith(alone.reason)
+        assert decision.budget_spent == (alone.budget_spent or job.limit > 0)
+    permanent = replace(loss, permanent=True, recoverable=None)
+    assert not permanent.first_start or decide(permanent, role, budget, job=job).action == "end_job"
 
 
 class TestABackOff:

@@ -125,7 +125,7 @@ class TestFaults:
             ({"ready_timeout": 0}, "ready_timeout: expected a number of seconds, at least 0.01, found 0; "),
             ({"restart_window": -1}, "restart_window: expected a number of seconds, at least 0, found -1; "),
             ({"restart_delay": "soon"}, "restart_delay: expected a number of seconds, at least 0, found 'soon'; "),
-            ({"contract": "torchrun", "args": [], "restart_delay": 2}, "restart_delay: a program with contract: torchrun starts again at once; leave it out; max_restarts and restart_window limit its restarts"),
+            ({"rank_restarts": 2}, "rank_restarts: max_restarts is for each rank of a service; leave it out"),
             ({"optional": "no"}, "optional: expected true or false, found 'no'; "),
             ({"service": False, "optional": True}, "optional: only a service is; add service: true"),
             ({"count": 3, "group": 2}, "group: 2 does not divide the role's 3 ranks; write count: 2, or a multiple"),
