@@ -315,3 +315,26 @@ class TestWorkloads:
         end = job.end()
         assert end.code == 137, end.err
         assert "trainer:0 is not recoverable" in end.err
+
+
+def test_a_rank_that_fails_three_times_on_one_node_is_started_on_another(
+    unirun: Unirun, script: Script
+) -> None:
+    """
+    1. A rank fails on its node, and each restart there does. The third one is on the other node.
+    2. It ends well there. The move is told with its reason.
+    """
+    code = script(
+        "import os, sys; print('on', os.environ['UNIRUN_NODE']); sys.exit(os.environ['UNIRUN_NODE'] == 'node0')"
+    )
+    result = unirun("--inventory", "fake:nodes=2,devices=1", "--max-restarts", "5", code)
+    assert result.code == 0, result.err
+    assert [line.split()[-1] for line in result.out.splitlines() if " on " in f" {line}"] == [
+        *["node0"] * 3,
+        "node1",
+    ]
+    assert (
+        "as 3 times on node0 within an hour; restart 3 of 5 of role default, with default:0 elsewhere"
+        in result.err
+    )
+    assert "default:0 from node0 to node1" in result.err

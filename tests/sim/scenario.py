@@ -256,6 +256,9 @@ def _add_levels(scenario: Scenario, rng: random.Random) -> None:
     for role in scenario.spec.roles:
         codes = tuple(code for code in (1, 7, 137) if rng.random() < 0.1)
         role = replace(role, fatal_exit_codes=codes)
+        if len(scenario.inventory.nodes) > 1 and rng.random() < 0.3:
+            # Enough for ranks to fail three times on one node.
+            role = replace(role, max_restarts=9)
         if not role.service:
             limit = rng.choice((None, None, 1, 2))
             role = replace(role, rank_restarts=limit, restart_window=window, restart_delay=delay)

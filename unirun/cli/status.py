@@ -82,7 +82,7 @@ def _print(status: JobStatus, master: str, batch: str, logs: str) -> None:
         budgets.append(f"the job {status.restarts} of {status.max_job_restarts}")
     if budgets:
         say(f"restarts: {', '.join(budgets)}")
-    nodes = ((status.spares, "held back"), (status.lost, "lost"))
+    nodes = ((status.spares, "held back"), (status.tainted, "tainted"), (status.lost, "lost"))
     if told := [f"{', '.join(names)} {what}" for names, what in nodes if names]:
         say(f"nodes: {'; '.join(told)}")
     for text in status.waiting:

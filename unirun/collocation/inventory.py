@@ -271,7 +271,7 @@ class PlacementRequest(Value):
     proportion to their counts, the roles of a group are on one node, on different slots (host collocation). `apart`: no
     node holds ranks of two roles of a group (separation). `isolated`: no NUMA node does; they may share a host.
     `ties`: traffic between nodes is small, and roles that wait for each other are on few nodes. `spares` nodes are held
-    back, and nodes in `tainted` are not used.
+    back, and nodes in `tainted` are not used. Nodes that are `closed` keep the ranks that they have, and get no more.
     """
 
     roles: tuple[RoleRequest, ...]
@@ -282,3 +282,4 @@ class PlacementRequest(Value):
     ties: Ties = Ties()
     spares: int = 0
     tainted: frozenset[str] = frozenset()
+    closed: frozenset[str] = frozenset()

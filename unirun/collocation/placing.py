@@ -68,15 +68,18 @@ def place_again(
     previous: Placement,
     lost: Iterable[str],
     *,
+    closed: Iterable[str] = (),
     topology: TopologyOf = told_topology,
     ties: Ties = NO_TIES,
 ) -> tuple[JobSpec, Placement]:
     """The placement after the loss of nodes: ranks stay as in `previous` unless they have to move (`planning.replan`).
+    Nodes that are `closed` get no more ranks.
 
     Raises `PlacementError` when the job does not fit on the nodes that are left.
     """
     gone = frozenset((*lost, *previous.lost))
-    placement = replan(request_of(spec, inventory, ties), inventory, previous, gone)
+    request = replace(request_of(spec, inventory, ties), closed=frozenset(closed))
+    placement = replan(request, inventory, previous, gone)
     placement = _with_beside(spec, placement, previous, gone)
     names = tuple(node.name for node in inventory.nodes if node.name in gone)
     return _as_jobs(spec, inventory, topology, replace(placement, lost=names))

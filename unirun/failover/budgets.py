@@ -105,7 +105,10 @@ def on_this_clock(state: JobState, now: float) -> JobState:
     """
     roles = state.roles.values()
     times = chain(
-        state.paid, *(role.paid for role in roles), *(w.paid for role in roles for w in role.workers)
+        state.paid,
+        *(role.paid for role in roles),
+        *(worker.paid for role in roles for worker in role.workers),
+        (strike.time for strike in state.strikes),
     )
     ahead = max(times, default=now) - now
     if ahead <= 0:
@@ -122,4 +125,5 @@ def on_this_clock(state: JobState, now: float) -> JobState:
         )
         for role in roles
     }
-    return replace(state, paid=earlier(state.paid), roles=rebased)
+    strikes = tuple(replace(strike, time=strike.time - ahead) for strike in state.strikes)
+    return replace(state, paid=earlier(state.paid), roles=rebased, strikes=strikes)

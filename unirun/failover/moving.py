@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 
 from msgspec.structs import replace
@@ -122,9 +123,43 @@ def placed_again(
     """All roles that have not ended, without the nodes `gone`; the others leave their slots to them. Raises
     `PlacementError`.
 
-    Nodes that are draining, or `aside`, get no ranks either. The roles in `most` may get as many ranks as it says.
+    Nodes that are draining, or `aside`, get no ranks either, and tainted ones no more than they have, if there is room
+    elsewhere. The roles in `most` may get as many ranks as it says.
     Ranks that are given up need no place; those that follow them have other numbers for the planner.
     """
+    if state.tainted:
+        with suppress(PlacementError):
+            return _placed(state, gone, aside, most, closed=state.tainted)
+    return _placed(state, gone, aside, most)
+
+
+def place_elsewhere(state: JobState, name: str, rank: int) -> Placement | None:
+    """The placement in which this rank is on another node and all others are where they are; None if there is none."""
+    place = state.placement.of_role(name)[rank]
+    if not state.inventory.nodes or state.role_spec(name).beside is not None:
+        return None
+    try:
+        found = _placed(state, closed=(*state.tainted, place.node), leaving=place)
+    except PlacementError:
+        return None
+    before, after = state.placement.assignments, found.assignments
+    moved = [
+        old for old, new in zip(before, after, strict=False) if (old.node, old.own) != (new.node, new.own)
+    ]
+    return found if len(before) == len(after) and moved == [place] else None
+
+
+def _placed(
+    state: JobState,
+    gone: Collection[str] = (),
+    aside: Collection[str] = (),
+    most: Mapping[str, int] = MappingProxyType({}),
+    *,
+    closed: Collection[str] = (),
+    leaving: Assignment | None = None,
+) -> Placement:
+    """As `placed_again`, with no more ranks on `closed` nodes, and the rank at the place `leaving` elsewhere. Raises
+    `PlacementError`."""
     aside = {*aside, *state.draining}
     usable = {*state.without(gone), *gone, *state.placement.lost, *aside}
     nodes = tuple(node for node in state.inventory.nodes if node.name in usable)
@@ -133,10 +168,12 @@ def placed_again(
         for name, role in state.roles.items()
         if role.phase not in ROLE_ENDS and not _is_given_up(state, role)
     }
+    if leaving is not None:
+        places[leaving.role][leaving.rank] = replace(leaving, node="")
     names = [name for name, found in places.items() if found]
     roles = tuple(_as_it_is(state, state.role_spec(name), len(places[name])) for name in names)
     roles = tuple(
-        replace(role, least=role.count, count=most.get(role.name, role.count)) if most else role
+        replace(role, least=role.count, count=most.get(role.name, role.count)) if most or leaving else role
         for role in roles
     )
     groups = {
@@ -156,6 +193,7 @@ def placed_again(
             state.placement, assignments=tuple(place for name in names for place in places[name].values())
         ),
         {*gone, *aside},
+        closed=closed,
         ties=ties_of(graph),
     )
     return replace(
@@ -475,6 +513,11 @@ def _tell(
         events[name] = draft.cause
     for who, text in moves(before, draft.state.placement):
         draft.cause = events.get(who.partition(":")[0], lost)
-        draft.record("move", text, who)
-        draft.send(ToWatchers(Notice("placement", text)))
+        tell_move(draft, who, text)
     return events
+
+
+def tell_move(draft: JobDraft, who: str, text: str) -> None:
+    """Report that ranks have another place."""
+    draft.record("move", text, who)
+    draft.send(ToWatchers(Notice("placement", text)))

@@ -96,6 +96,7 @@ def without(state: JobState, gone: Collection[str]) -> JobState:
         state,
         draining=tuple(node for node in state.draining if node not in gone),
         newcomers=tuple(node for node in state.newcomers if node not in gone),
+        tainted=tuple(node for node in state.tainted if node not in gone),
         agents={node: agent for node, agent in state.agents.items() if node not in gone},
         away=state.away - {*gone},
         placement=replace(

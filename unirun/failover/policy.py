@@ -18,7 +18,7 @@ from unirun.collocation.graph import (
 )
 from unirun.errors import EXIT_BUDGET
 from unirun.failover.budgets import NO_RESTARTS, Budget, budget_above, budget_for
-from unirun.failover.state import ROLE_WORKS, JobState, RolePhase, RoleState
+from unirun.failover.state import ROLE_WORKS, JobState, RolePhase, RoleState, Strike
 from unirun.values import Value
 
 Action = Literal["restart_job", "restart_role", "restart_worker", "join", "end_job"]
@@ -172,6 +172,37 @@ def decide_in(state: JobState, loss: Loss, now: float, ranks: Collection[int] = 
     role = state.roles[loss.role]
     job = budget_above(state, loss.role, now)
     return decide(loss, role, budget_for(state, role, now, ranks), job=job)
+
+
+# Nodes on which ranks fail again and again: such a rank goes elsewhere, and such a node gets no more ranks.
+
+STRIKES = 3
+"""Failures of a rank on one node after which it is started elsewhere, if there is room."""
+
+STRIKE_SECONDS = 3600.0
+"""Seconds for which a failure counts against its node."""
+
+KEPT_STRIKES = 256
+
+
+def with_strike(state: JobState, strike: Strike) -> JobState:
+    """`state` with one more strike, and without those that do not count any more."""
+    recent = [each for each in state.strikes if strike.time - each.time < STRIKE_SECONDS]
+    return replace(state, strikes=(*recent, strike)[-KEPT_STRIKES:])
+
+
+def strikes_like(state: JobState, strike: Strike) -> int:
+    """The number of strikes of the same rank on the same node."""
+    who = strike.role, strike.rank, strike.node
+    return sum((each.role, each.rank, each.node) == who for each in state.strikes)
+
+
+def suspects(state: JobState, node: str) -> tuple[str, ...]:
+    """The roles whose failures make `node` one that gets no more ranks: several. Empty when it is sound, tainted
+    already, or the last one that is not."""
+    roles = tuple(dict.fromkeys(each.role for each in state.strikes if each.node == node))
+    sound = [name for name in state.without(()) if name not in (*state.tainted, node)]
+    return roles if len(roles) > 1 and node not in state.tainted and sound else ()
 
 
 # The job's graph as far as it is known, and who is affected when a part of the job fails.

@@ -491,6 +491,15 @@ class Looked(Value):
     missing: frozenset[int] = frozenset()
 
 
+class Strike(Value):
+    """A failure of a rank at `time` that may be the fault of its `node`: no consequence of another one."""
+
+    role: str
+    rank: int
+    node: str
+    time: float
+
+
 NOTHING = Inventory(())
 
 KEPT_FAILURES = 256
@@ -512,7 +521,8 @@ class JobState(Value):
     of which the agents are gone since a moment, and why; what follows is decided for all of them at once.
     `epoch` is the term of the master, `recorded` the number of events that it has written, `cause` the id of the one
     that the end of the job follows from. `looked` is by role. `restarts` are those of the whole job, and `paid` the
-    times of the latest ones.
+    times of the latest ones. `strikes` are recent failures, and `tainted` the nodes that get no more ranks because of
+    them.
     """
 
     spec: JobSpec
@@ -544,6 +554,8 @@ class JobState(Value):
     looked: Mapping[str, Looked] = field(default_factory=dict)
     restarts: int = 0
     paid: tuple[float, ...] = ()
+    strikes: tuple[Strike, ...] = ()
+    tainted: tuple[str, ...] = ()
 
     def with_role(self, role: RoleState) -> JobState:
         """This state with one role replaced."""

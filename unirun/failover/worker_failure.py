@@ -4,17 +4,31 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from unirun.collocation import Placement
 from unirun.errors import EXIT_FAILURE, EXIT_RENDEZVOUS, IllegalTransition
 from unirun.failover.budgets import budget_above, budget_for, budget_of_rank, with_payment
 from unirun.failover.draft import JobDraft, ToWatchers
 from unirun.failover.generations import clear_the_way
+from unirun.failover.moving import moves, place_elsewhere, tell_move
 from unirun.failover.phases import PhaseEvent
-from unirun.failover.policy import Decision, Loss, consequences, decide, decide_in, unit_of
+from unirun.failover.policy import (
+    STRIKES,
+    Decision,
+    Loss,
+    consequences,
+    decide,
+    decide_in,
+    strikes_like,
+    suspects,
+    unit_of,
+    with_strike,
+)
 from unirun.failover.restart_or_end import (
     advance,
     end_job,
     form_anew,
     give_up,
+    is_consequence,
     restart,
     restart_job,
     stop_groups,
@@ -28,6 +42,7 @@ from unirun.failover.state import (
     JobState,
     RolePhase,
     RoleState,
+    Strike,
     WorkerState,
 )
 from unirun.spec.job import RoleSpec
@@ -100,23 +115,52 @@ def _fail(draft: JobDraft, worker: WorkerState, event: WorkerExited, end: Exit) 
     """Decide what follows from the failure of `worker` (its state before it ended), and carry it out."""
     name, rank = event.worker.role, event.worker.rank
     role = draft.role(name)
+    failure = failure_of(draft.state, worker, event, end)
+    loss = _loss(role, draft.state.role_spec(name), worker, event, end)
+    placement = None
+    if event.cause in ("own", "silent") and not (loss.stale or loss.taken or is_consequence(failure)):
+        loss, placement = _blame_node(draft, loss, Strike(name, rank, worker.node, draft.now))
     state, now = draft.state, draft.now
     decision = decide(
-        _loss(role, state.role_spec(name), worker, event, end),
+        loss,
         role,
         budget_for(state, role, now, [rank]),
         job=budget_above(state, name, now),
         rank=budget_of_rank(state, role, rank, now),
     )
-    failure = failure_of(draft.state, worker, event, end)
     draft.put(draft.state.with_failures(replace(failure, decision=decision.reason)))
     if event.taken and decision.action != "end_job":
         # Its successor gets other ports. Without one it keeps them, as other roles may name them.
         ended = role.workers[rank]
         draft.put_worker(name, replace(ended, ports=None, new_ports=ended.new_ports + 1))
+    if placement is not None and decision.action != "end_job":
+        before = draft.state.placement
+        draft.put(replace(draft.state, placement=placement))
+        for who, text in moves(before, placement):
+            tell_move(draft, who, text)
     code = EXIT_RENDEZVOUS if event.cause == "unready" else EXIT_FAILURE
     tail = f"\n{event.tail}" if role.is_program and event.tail else ""
     _carry_out(draft, name, decision, code, rank=rank, tail=tail)
+
+
+def _blame_node(draft: JobDraft, loss: Loss, strike: Strike) -> tuple[Loss, Placement | None]:
+    """Count a failure against its node. Returns the loss of the rank, and a placement with it on another node if it has
+    failed too often on this one and there is room."""
+    draft.put(with_strike(draft.state, strike))
+    node, others = strike.node, [each for each in draft.state.without(()) if each != strike.node]
+    if roles := suspects(draft.state, node):
+        text = f"{node} gets no more ranks, as ranks of {' and '.join(roles)} have failed there"
+        draft.put(replace(draft.state, tainted=(*draft.state.tainted, node)))
+        draft.record("taint", text, node)
+        draft.send(ToWatchers(Notice(node, text)))
+    count = strikes_like(draft.state, strike)
+    if count < STRIKES or not others:
+        return loss, None
+    placement = place_elsewhere(draft.state, strike.role, strike.rank)
+    often = f"{loss.what}, as {count} times on {node} within an hour"
+    if placement is None:
+        return replace(loss, what=f"{often}, and there is no room for it elsewhere"), None
+    return replace(loss, what=often, elsewhere=True), placement
 
 
 def _leaves_with_its_agent(draft: JobDraft, event: WorkerExited) -> bool:

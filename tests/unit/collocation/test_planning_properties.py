@@ -230,6 +230,26 @@ def test_a_loss_of_any_node_is_planned_again_whenever_that_is_possible(
             assert all(kept[a.role, a.rank] == (a.node, a.own) for a in before.assignments)
 
 
+@slow
+@given(requests(elastic=True), inventories())
+def test_a_closed_node_keeps_ranks_that_it_has_and_gets_no_more(
+    request: PlacementRequest, inventory: Inventory
+) -> None:
+    before = planned(request, inventory)
+    assume(before is not None and len(before.nodes) > 1)
+    assert before is not None
+    lost, *others = before.nodes
+    for node in others:
+        try:
+            after = replan(replace(request, closed=frozenset({node})), inventory, before, frozenset({lost}))
+        except PlacementError:
+            event("there is no room")
+            continue
+        own = {each.own for each in before.assignments if each.node == node}
+        assert {each.own for each in after.assignments if each.node == node} <= own
+        assert node not in after.spares
+
+
 def fewest_that_move(
     request: PlacementRequest, before: Placement, gone: Sequence[Assignment], targets: Sequence[Node]
 ) -> int | None:

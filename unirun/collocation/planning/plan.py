@@ -40,6 +40,7 @@ from unirun.collocation.planning.problem import (
     total,
 )
 from unirun.collocation.planning.solve import Search, most_cells, processes
+from unirun.errors import PlacementError
 
 # Roles that may be on any node: they need no slot, and no constraint and no edge names them.
 #
@@ -75,7 +76,8 @@ def with_the_others(
     # After a loss, nodes that were held back are there to be used, and before all others.
     held_back = placement.spares if previous is None else ()
     idle = sorted(usable, key=lambda name: previous is None or name not in previous.spares)
-    home = next((name for name in (*placement.nodes, *idle) if name not in held_back), None)
+    not_here = {*held_back, *request.closed}
+    home = next((name for name in (*placement.nodes, *idle) if name not in not_here), None)
     ranks = {role.name: _ranks(role, frozenset(usable), home, previous) for role in others}
     if any(len(ranks[role.name]) < role.least for role in others):
         return None
@@ -187,9 +189,12 @@ def replan(
     on. Ranks that have to be on one node move together. An elastic role shrinks before a survivor moves; then the
     survivors with the highest ranks take the missing numbers, and stay where they are. A survivor keeps its local rank
     and mask when others join it. Roles that may be `anywhere` go to nodes that are in use. Raises `PlacementError` as
-    `plan` does.
+    `plan` does; with nodes that are closed it has no explanation.
     """
     placement = find(request, inventory, previous, lost)
+    if placement is None and request.closed:
+        problem, first = f"there is no room outside of {join(sorted(request.closed))}", request.roles[0]
+        raise PlacementError(problem, role=first.name, needed=first.least, available=0)
     if placement is None:
         from unirun.collocation.planning.offers import does_not_fit
 
@@ -213,10 +218,11 @@ def find(
     """The placement of `plan`, or of `replan`; None when nothing fits, without the search for an explanation."""
     sound = [node for node in inventory.nodes if node.name not in lost and node.name not in request.tainted]
     rest = searched(request)
-    names = [node.name for node in sound]
+    names = [node.name for node in sound if node.name not in request.closed]
     nothing = Placement((), "", tuple(names[max(len(names) - request.spares, 0) :]))
     placement = _searched(rest, previous, sound) if rest.roles else nothing
-    return None if placement is None else with_the_others(request, placement, names, previous)
+    usable = [node.name for node in sound]
+    return None if placement is None else with_the_others(request, placement, usable, previous)
 
 
 def _searched(
@@ -228,13 +234,14 @@ def _searched(
     pins = _Pins(problem, previous or Placement((), ""), sound)
     spares = frozenset() if previous is None else frozenset(previous.spares)
     # At first the last nodes are held back. After a loss they come first, so that they are preferred to equal nodes.
-    nodes = sound[: max(len(sound) - request.spares, 0)] if previous is None else sound
+    open_ = [node for node in sound if node.name not in request.closed]
+    nodes = open_[: max(len(open_) - request.spares, 0)] if previous is None else open_
     nodes = sorted(nodes, key=lambda node: node.name not in spares) if spares else nodes
     kinds = [Kinds(problem, number) for number in processes(problem, nodes)]
     for homes in _stays(pins, nodes):
         placed = _move(packer, kinds, pins, homes, nodes, spares)
         if placed is not None:
-            return _result(request, packer, pins, homes, placed, sound)
+            return _result(request, packer, pins, homes, placed, open_)
     return None
 
 
