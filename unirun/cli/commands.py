@@ -188,6 +188,25 @@ def _(add: Add) -> None:
     add("--store", **STORE)
 
 
+@_command("inject", "inject:main", "Inject faults into the workers of a job of your own, to see it recover.")
+def _(add: Add) -> None:
+    add("job", help="the job's id, or the beginning of it")
+    add("who", help="a role or ranks of one: actor, actor:2, actor:0-3")
+    text = "sigkill, sigstop or segv, which are signals to the worker's process group"
+    add("--fault", required=True, metavar="FAULT", help=text)
+    text = "again and again, each time into one of the ranks at random (default: once, into all of them)"
+    add("--every", metavar="TIME", help=text)
+    add(
+        "--for",
+        dest="lasting",
+        metavar="TIME",
+        help="with --every: for how long (default: until the job ends)",
+    )
+    text = "with --every: the choice of ranks, which is the same for the same seed"
+    add("--seed", type=_whole(0), metavar="N", help=text)
+    add("--store", **STORE)
+
+
 @_command("agent join", "agent:join", "make this host, or hosts that ssh reaches, nodes of a job")
 def _(add: Add) -> None:
     add("job", nargs="?", help="the job's id; its directory, or the store, says where the master is")

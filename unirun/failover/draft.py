@@ -19,6 +19,7 @@ from unirun.wire.messages import (
     FIRST,
     Drain,
     Grow,
+    Inject,
     Offer,
     PassOn,
     Reserve,
@@ -209,6 +210,7 @@ Event = (
     | Notice
     | Stop
     | PassOn
+    | Inject
     | Drain
     | Grow
     | Arrived
@@ -302,6 +304,9 @@ def order_text(node: str, message: Message) -> tuple[str, ...] | None:
         case StopWorkers(role, ranks, signum, grace):
             who = f"{role}:{show_ranks(ranks)}"
             return f"{node} ends {who} with signal {signum}, and SIGKILL after {grace:g} s", who
+        case Inject(role, rank, fault):
+            who = f"{role}:{rank}"
+            return f"{node} injects {fault} into {who}", who
         case PassOn(signum):
             return (f"{node} passes signal {signum} on to its workers",)
         case Shutdown():
@@ -319,7 +324,19 @@ NOT_STARTED = WorkerState(0, "")
 """The worker before the first one of a rank."""
 
 CAUSES = frozenset(
-    {"start", "ready", "exit", "agent_lost", "drain", "store", "stop", "decision", "restart", "stopping"}
+    {
+        "start",
+        "ready",
+        "exit",
+        "agent_lost",
+        "drain",
+        "store",
+        "stop",
+        "inject",
+        "decision",
+        "restart",
+        "stopping",
+    }
 )
 """The kinds of events that others follow from."""
 

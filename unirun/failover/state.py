@@ -285,7 +285,7 @@ class WorkerState(Value, omit_defaults=True):
     seconds since the epoch; 0 when it lives, has failed or was told to end. `ports` stay when the rank starts again on
     its node. `health` is what the probe of a program says. A program is not started again before `due`;
     `paid` are the times of the latest restarts of a rank that has a budget of its own. `new_ports`
-    counts how often another process had its port.
+    counts how often another process had its port. `fault` is the id of the event that has injected a fault into it.
     """
 
     rank: int
@@ -307,6 +307,7 @@ class WorkerState(Value, omit_defaults=True):
     due: float = 0.0
     new_ports: int = 0
     paid: tuple[float, ...] = ()
+    fault: str = ""
 
     @property
     def place(self) -> RankAddress | None:

@@ -49,7 +49,7 @@ from unirun.failover.state import (
 from unirun.failover.takeover import REJOIN_TIMEOUT, all_back, bare, take_up
 from unirun.failover.worker_failure import exited, store_ended
 from unirun.values import WorkerId
-from unirun.wire.messages import Drain, Grow, PassOn, Stop
+from unirun.wire.messages import Drain, Grow, Inject, Injected, PassOn, Stop
 from unirun.wire.reports import (
     Calls,
     FromWorker,
@@ -140,6 +140,8 @@ def _handle(draft: JobDraft, event: Event) -> None:
             _stop(draft, event)
         case PassOn():
             _pass_on(draft, event)
+        case Inject():
+            _inject(draft, event)
         case Drain(node):
             drain(draft, node)
         case Grow(role):
@@ -319,6 +321,22 @@ def _pass_on(draft: JobDraft, event: PassOn) -> None:
     for node in draft.state.agents:
         if event.node in ("", node):
             draft.order(node, event)
+
+
+def _inject(draft: JobDraft, event: Inject) -> None:
+    """Have an agent inject a fault. The end of the worker then follows from the event that is recorded here."""
+    name, rank = event.role, event.rank
+    who, role = f"{name}:{rank}", draft.state.roles.get(name)
+    worker = role.workers[rank] if role is not None and 0 <= rank < len(role.workers) else None
+    if worker is None or not worker.live or worker.pid is None:
+        problem = "there is no such rank" if worker is None else "it has no process now"
+        draft.send(ToWatchers(Injected(name, rank, f"{who}: {problem}")))
+        return
+    draft.record("inject", f"the fault {event.fault} is injected into {who}", who, worker.node)
+    draft.put_worker(name, replace(worker, fault=draft.cause))
+    draft.order(worker.node, replace(event, incarnation=worker.incarnation))
+    draft.send(ToWatchers(Notice(who, f"the fault {event.fault} is injected")))
+    draft.send(ToWatchers(Injected(name, rank)))
 
 
 def _stop(draft: JobDraft, event: Stop, *, together: bool = False) -> None:

@@ -82,6 +82,8 @@ def exited(draft: JobDraft, event: WorkerExited) -> None:
     text = f"{event.worker} ended: {end}{', ' + event.note if event.note else ''}"
     if event.cause != "own" or not works:
         draft.cause = role.cause
+    elif worker.fault:
+        draft.cause = worker.fault
     draft.record("exit", text, str(event.worker))
     if works and event.cause == "order" and not moves and not regroups:
         raise IllegalTransition(f"{text}, by an order that no master has written")

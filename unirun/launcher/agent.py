@@ -51,6 +51,7 @@ from unirun.wire.messages import (
     ExitAck,
     Heartbeat,
     Hello,
+    Inject,
     PassOn,
     Reserve,
     Shutdown,
@@ -500,7 +501,9 @@ class Agent:
                     case OpenStore(role):
                         handle = self._endpoints[role].socket.fileno()
                         self._apply(events.Order(epoch, self._orders.store(message, handle)))
-                    case StopWorkers() | PassOn() | View() | ExitAck() | MasterReply() | Shutdown():
+                    case (
+                        StopWorkers() | PassOn() | Inject() | View() | ExitAck() | MasterReply() | Shutdown()
+                    ):
                         self._apply(events.Order(epoch, message))
         except WireError:
             return

@@ -7,7 +7,7 @@ SIGKILL, which messages are sent, and what follows when the master, the command 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
@@ -52,7 +52,18 @@ from unirun.launcher.events import (
     short_error,
 )
 from unirun.values import Engine
-from unirun.wire.messages import ExitAck, Hello, PassOn, Shutdown, StopWorkers, View, updated, whole
+from unirun.wire.messages import (
+    ExitAck,
+    Fault,
+    Hello,
+    Inject,
+    PassOn,
+    Shutdown,
+    StopWorkers,
+    View,
+    updated,
+    whole,
+)
 from unirun.wire.reports import (
     VERSION,
     Calls,
@@ -407,6 +418,8 @@ def _carry_out(state: AgentState, what: Instruction) -> tuple[AgentState, list[C
             # Not to their children.
             pids = [each.pid for each in state.workers.values() if each.pid is not None]
             return state, [Signal(pid, signum, handled=True) for pid in pids]
+        case Inject():
+            return state, _inject(state, what)
         case ExitAck(kept):
             return replace(state, ended={who: held for who, held in state.ended.items() if who != kept}), []
         case MasterReply():
@@ -422,6 +435,22 @@ def _carry_out(state: AgentState, what: Instruction) -> tuple[AgentState, list[C
                 return _leave(state, state.workers.values(), signal.SIGKILL, 0.0)
             untold = [worker for worker in state.workers.values() if worker.sent is None]
             return _leave(state, untold, signal.SIGTERM, grace)
+
+
+FAULTS: Mapping[Fault, signal.Signals] = {
+    "sigkill": signal.SIGKILL,
+    "sigstop": signal.SIGSTOP,
+    "segv": signal.SIGSEGV,
+}
+"""The signals of faults."""
+
+
+def _inject(state: AgentState, what: Inject) -> list[Command]:
+    """Inject a fault, unless the worker has ended, or was told to. Its end counts as its own."""
+    worker = state.find(what.role, what.rank)
+    if worker is None or worker.who.incarnation != what.incarnation or worker.sent is not None:
+        return []
+    return [ToSpawner(worker.spawner, Kill(worker.id, int(FAULTS[what.fault])))]
 
 
 def _launch(state: AgentState, event: Launch) -> tuple[AgentState, list[Command]]:

@@ -15,7 +15,7 @@ from unirun.failover.state import MESSAGE, NOTE, OWNER_LOST_GRACE_SECONDS, TAIL,
 from unirun.launcher.environment import SpawnerKey
 from unirun.spec.job import Probe
 from unirun.values import Value, WorkerId
-from unirun.wire.messages import ExitAck, PassOn, Shutdown, StopWorkers, View
+from unirun.wire.messages import ExitAck, Inject, PassOn, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
     CallCount,
     Cause,
@@ -195,7 +195,9 @@ class Led(Value):
     epoch: int
 
 
-Instruction = Launch | RendezvousStore | StopWorkers | PassOn | ExitAck | View | MasterReply | Shutdown
+Instruction = (
+    Launch | RendezvousStore | StopWorkers | PassOn | Inject | ExitAck | View | MasterReply | Shutdown
+)
 """Instructions of a master."""
 
 

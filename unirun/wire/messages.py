@@ -4,12 +4,13 @@
 agent→master  Join Heartbeat SpawnerReady StoreOpened StoreEnded Notice Sample Knock ViewWanted Placed
               WorkerStarted WorkerRunning WorkerExited FromWorker (Serving Listening GroupFormed Metrics Calls
               MasterRequest Health)
-master→agent  Appointed Heartbeat OpenStore Reserve StartRole StopWorkers PassOn ExitAck View MasterReply Shutdown
+master→agent  Appointed Heartbeat OpenStore Reserve StartRole StopWorkers PassOn Inject ExitAck View MasterReply
+              Shutdown
 worker→agent  Hello Serving Listening GroupMeets GroupFormed Stuck Metrics Calls MasterRequest WorkerError ViewWanted
               EngineWeights
 agent→worker  Welcome View MasterReply LocalEngines
-CLI→master    Attach Stop PassOn Drain Heartbeat
-master→CLI    Heartbeat WorkerOutput RoleChanged Notice Drained Ended
+CLI→master    Attach Stop PassOn Drain Inject Heartbeat
+master→CLI    Heartbeat WorkerOutput RoleChanged Notice Drained Injected Ended
 visitor→master Visit ViewWanted Grow
 master→visitor Welcome View Ended
 agent→spawner Spawn OpenStore Kill (`unirun.wire.reports`)
@@ -21,7 +22,7 @@ node→launcher Offer Ready Dismissed; over ssh also Chunk Current
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from msgspec import field
 from msgspec.structs import replace
@@ -379,6 +380,28 @@ class Drained(Message):
     node: str
     problem: str = ""
     remedy: str = ""
+
+
+Fault = Literal["sigkill", "sigstop", "segv"]
+"""A fault that can be injected into a worker: SIGKILL, SIGSTOP or SIGSEGV for its process group."""
+
+
+class Inject(Message):
+    """Asks for a `fault` in the worker of a rank of `role`. The master passes it on with the `incarnation` of the
+    present worker, so that no successor gets it."""
+
+    role: str
+    rank: int
+    fault: Fault
+    incarnation: int = -1
+
+
+class Injected(Message):
+    """The answer to all commands that follow: the agent of the rank was told, or why it was not."""
+
+    role: str
+    rank: int
+    problem: str = ""
 
 
 class RoleChanged(Message):

@@ -25,7 +25,7 @@ from unirun.launcher.events import (
     ToSpawner,
 )
 from unirun.values import WorkerId
-from unirun.wire.messages import PassOn, Shutdown, StopWorkers
+from unirun.wire.messages import Fault, Inject, PassOn, Shutdown, StopWorkers
 from unirun.wire.reports import (
     Ending,
     Forked,
@@ -41,6 +41,21 @@ from unirun.wire.reports import (
     WorkerError,
     WorkerExited,
 )
+
+
+class TestAnInjectedFault:
+    @pytest.mark.parametrize(("fault", "signum"), [("sigkill", 9), ("sigstop", 19), ("segv", 11)])
+    def test_it_is_a_signal_that_counts_as_no_order(self, fault: Fault, signum: int) -> None:
+        agent = Agent().alive().on(Inject("actor", 1, fault, incarnation=0))
+        assert agent.commands == [ToSpawner(TORCH, Kill(2, signum))]
+        agent.spawner(Reaped(2, 1.0, None, signum))
+        assert [(each.cause, each.sent) for each in agent.told(WorkerExited)] == [("own", None)]
+
+    def test_a_successor_and_a_worker_that_was_told_to_end_get_none(self) -> None:
+        agent = Agent().alive().on(Inject("actor", 1, "sigkill", incarnation=1))
+        assert agent.commands == []
+        agent.on(StopWorkers("actor", (1,), TERM, 5.0))
+        assert agent.on(Inject("actor", 1, "sigkill", incarnation=0)).commands == []
 
 
 class TestAStop:

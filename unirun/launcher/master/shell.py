@@ -63,6 +63,7 @@ from unirun.wire.messages import (
     Ended,
     Grow,
     Heartbeat,
+    Inject,
     Offer,
     PassOn,
     Ready,
@@ -617,7 +618,7 @@ class Master:
                 stream.send(end)
             while True:
                 message = await stream.receive()
-                if isinstance(message, Stop | PassOn | Drain):
+                if isinstance(message, Stop | PassOn | Inject | Drain):
                     self._apply(message)
                 elif isinstance(message, Notice):
                     self._log.write("notice", message.text)

@@ -1,0 +1,98 @@
+"""The refusals of ``unirun inject``, and the ranks that it means."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.in_process import run_cli
+from unirun.cli.commands import call
+from unirun.cli.inject import ranks_of
+from unirun.errors import JobError, UsageError
+from unirun.observe.status import JobStatus, RoleStatus, WorkerStatus, write_status
+from unirun.rendezvous.creation import create_job
+from unirun.wire.handshake import new_token
+
+
+def status(phase: str = "running") -> JobStatus:
+    """A job of three actors and one critic."""
+    sizes = {"actor": 3, "critic": 1}
+    roles = (
+        RoleStatus(
+            name, "running", 0, 0, 0, tuple(WorkerStatus(n, "running", "n0", 0, 1, "") for n in range(size))
+        )
+        for name, size in sizes.items()
+    )
+    return JobStatus("job-1", "job", phase, "", 100.0, None, None, tuple(roles))
+
+
+@pytest.mark.parametrize(
+    ("who", "ranks"),
+    [
+        ("actor", [0, 1, 2]),
+        ("actor:2", [2]),
+        ("actor:0-1", [0, 1]),
+        ("critic", [0]),
+    ],
+)
+def test_a_role_or_ranks_of_it_are_meant(who: str, ranks: list[int]) -> None:
+    assert ranks_of(who, status()) == [(who.partition(":")[0], rank) for rank in ranks]
+
+
+@pytest.mark.parametrize(
+    ("who", "problem"),
+    [
+        ("rollout", "job job-1 has no role 'rollout'; its roles are actor, critic"),
+        ("actor:3", "'actor:3' names ranks that are not there; actor has ranks 0 to 2"),
+        ("actor:2-1", "'actor:2-1' names ranks that are not there"),
+        ("actor:", "'actor:' names no ranks"),
+        ("actor:x", "'actor:x' names no ranks"),
+    ],
+)
+def test_ranks_that_are_not_there_are_refused(who: str, problem: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        ranks_of(who, status())
+    assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ((), "the following arguments are required: --fault"),
+        (("--fault", "sigpwr"), "--fault 'sigpwr' is unknown; it is one of sigkill, sigstop, segv"),
+        (("--fault", "sigkill", "--for", "5s"), "--for and --seed are for a schedule"),
+        (("--fault", "sigkill", "--seed", "1"), "--for and --seed are for a schedule"),
+        (("--fault", "sigkill", "--every", "0s"), "--every 0s is no schedule"),
+        (("--fault", "sigkill", "--every", "often"), "--every 'often' is no duration"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        call("inject", ["job-1", "actor", *options])
+    assert problem in str(refused.value)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("UNIRUN_STORE", raising=False)
+    return tmp_path / "home"
+
+
+def test_a_job_that_is_over_gets_no_fault(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job, lock = create_job("job-1", new_token())
+    write_status(job, status("failed"))
+    os.close(lock)
+    assert run_cli("inject", "job-1", "actor", "--fault", "sigkill") == JobError.exit_code
+    assert "job job-1 has ended; there is nothing to inject a fault into" in capsys.readouterr().err
+
+
+def test_a_job_of_another_user_gets_no_fault(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, lock = create_job("job-1", new_token())
+    write_status(job, status())
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(JobError, match="belongs to user .*; set UNIRUN_HOME to a directory of your own"):
+        call("inject", ["job-1", "actor", "--fault", "sigkill"])
+    os.close(lock)
