@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import WAIT_TIMEOUT
-from unirun.launcher.notes import PERHAPS, SAYS
+from unirun.failover.diagnosis import OOM_KILLED
+from unirun.launcher.notes import PERHAPS
 
 from .harness import EXEC, Script, Unirun, alive, gone
 
@@ -334,7 +335,7 @@ class TestMemoryThatRunsOut:
         report = result.err[result.err.index("unirun: root cause: actor:1") :]
         assert "killed by SIGKILL" in report
         # It is counted for a group that is not the agent's. The kernel's log, if it may be read, names the process.
-        assert SAYS in report or PERHAPS in report
+        assert OOM_KILLED in report or PERHAPS in report
 
     def test_out_of_memory_is_not_reported_for_another_sigkill(self, unirun: Unirun, script: Script) -> None:
         result = unirun(*EXEC, script("import os; os.kill(os.getpid(), 9)"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -37,6 +38,11 @@ class TestAFault:
         # random.Random(1) of the four ranks.
         assert killed == ["actor:1", "actor:0", "actor:2"][: len(killed)]
         assert len(killed) >= 2
+        rows = unirun("failures", "--json").out.splitlines()
+        records = [json.loads(row)["record"] for row in rows]
+        assert [(each["kind"], f"actor:{each['rank']}") for each in records if each["fault"]] == [
+            ("injected", who) for who in killed
+        ]
         end_well(unirun, job)
 
     @pytest.mark.parametrize(("fault", "code"), [("sigkill", 137), ("segv", 139)])

@@ -34,6 +34,7 @@ USAGE = """unirun [options] [--] script.py [args]
        unirun status [JOB]    how a job stands          unirun ls      all jobs
        unirun logs [JOB]      what its workers wrote    unirun stop    end a job
        unirun events [JOB]    what happened, and why    unirun gc      clear jobs that are over
+       unirun failures [JOB]  its failures, with their likely causes
        unirun inject JOB WHO --fault F    kill or stop workers of it, by schedule too
        unirun warm [stop]     keep torch imported between jobs
        unirun doctor          what is wrong with this host, or with --hosts h1,h2,…

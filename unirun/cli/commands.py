@@ -177,6 +177,15 @@ def _(add: Add) -> None:
     add("--store", **STORE)
 
 
+@_command("failures", "failures:main", "The failures of a job, their likely causes, and what was decided.")
+def _(add: Add) -> None:
+    add("job", **JOB)
+    text = "all about failure N: how it was noticed, what followed, its error"
+    add("--why", type=_whole(1), metavar="N", help=text)
+    add("--json", action=FLAG, help="one object a line, for programs")
+    add("--store", **STORE)
+
+
 @_command("stop", "jobs:stop_job", "End a running job.")
 def _(add: Add) -> None:
     add("job", **RUNNING)

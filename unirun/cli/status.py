@@ -112,7 +112,7 @@ def _print(status: JobStatus, master: str, batch: str, logs: str) -> None:
         shown, every = len(status.failures), status.failed
         say()
         say(f"failures: {every if shown == every else f'the last {shown} of {every}'}")
-        headers = ["WORKER", "INCARNATION", "WHEN", "EXIT", "DECIDED", "MESSAGE"]
+        headers = ["WORKER", "INCARNATION", "WHEN", "EXIT", "DECIDED", "LIKELY CAUSE"]
         print_table(headers, [_failure(failure, now) for failure in status.failures])
 
 
@@ -147,7 +147,7 @@ def _failure(failure: FailureStatus, now: float) -> list[str]:
         failure.exit,
         # A decision begins with the failure that it is about.
         failure.decision.rpartition(f"{failure.exit}; ")[2],
-        failure.message,
+        failure.cause,
     ]
 
 

@@ -7,12 +7,23 @@ from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from typing import Any, TypeVar
 
+from msgspec import field, to_builtins
 from msgspec.structs import replace
 
 from unirun.collocation.graph import show_ranks
 from unirun.errors import IllegalTransition
+from unirun.failover.diagnosis import record_of
 from unirun.failover.phases import PhaseEvent, is_allowed
-from unirun.failover.state import JobState, RoleState, SentView, Verdict, WorkerPhase, WorkerState
+from unirun.failover.state import (
+    Failure,
+    JobState,
+    RoleState,
+    SentView,
+    Verdict,
+    WorkerPhase,
+    WorkerState,
+    brief,
+)
 from unirun.spec.job import JobSpec
 from unirun.values import RankAddress, Value, WorkerId
 from unirun.wire.messages import (
@@ -263,6 +274,7 @@ class Record(Value):
     id: str = ""
     cause: str = ""
     about: tuple[str, ...] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Finish(Value):
@@ -486,11 +498,26 @@ class JobDraft:
             raise IllegalTransition(f"{who} has no incarnation {incarnation} yet")
         return worker if incarnation == worker.incarnation and worker.live else None
 
-    def record(self, kind: str, text: str, *about: str) -> None:
+    def fail(self, *failures: Failure) -> None:
+        """Remember failures, and write their records to the event log.
+
+        One about which nothing is decided any more has no traceback there: in a large role there may be thousands.
+        """
+        noticed = [brief(replace(each, noticed=self.now)) for each in failures]
+        self.put(self.state.with_failures(*noticed))
+        for each in noticed:
+            found = record_of(each)
+            if not each.decision:
+                found = replace(found, traceback="", tail="")
+            who = f"{found.role}:{found.rank}"
+            text = f"{who} on {found.node} failed: {found.cause}"
+            self.record("failure", text, who, found.node, details={"failure": to_builtins(found)})
+
+    def record(self, kind: str, text: str, *about: str, details: Mapping[str, Any] | None = None) -> None:
         """Write an event about these workers, roles and nodes to the event log."""
         self._recorded += 1
         event = f"{self.state.epoch}-{self._recorded}"
-        self.send(Record(kind, text, event, self.cause, about))
+        self.send(Record(kind, text, event, self.cause, about, details or {}))
         if kind in CAUSES:
             self.cause = event
 

@@ -69,7 +69,7 @@ def nodes_lost(draft: JobDraft, nodes: Mapping[str, str]) -> None:
         _go_on(draft, before, cause, failures)
     else:
         ending = [replace(each, decision="the job ends") for each in failures]
-        draft.put(draft.state.with_failures(*ending))
+        draft.fail(*ending)
         end_job(draft, Decision("end_job", cause.reason), KILLED, by_failure=bool(failures))
 
 
@@ -122,7 +122,7 @@ def _fall(draft: JobDraft, nodes: Collection[str], reason: str) -> list[Failure]
             if worker.node in nodes:
                 who = WorkerId(role.name, worker.rank, worker.incarnation)
                 end = WorkerExited(who, draft.now, None, killed.signal, note=reason)
-                failures.append(failure_of(draft.state, worker, end, killed))
+                failures.append(replace(failure_of(draft.state, worker, end, killed), rule="node"))
                 draft.put_worker(role.name, worker.ended(killed), PhaseEvent.NODE_LOST)
         if role.is_program:
             unsettle(draft, role.name)
@@ -145,7 +145,7 @@ def _go_on(draft: JobDraft, before: JobState, cause: Cause, failures: Sequence[F
             no_room = error
     reasons = {name: decision.reason for name, decision in decisions.items()}
     decided = [replace(each, decision=reasons.get(each.worker.role, cause.reason)) for each in failures]
-    draft.put(draft.state.with_failures(*decided))
+    draft.fail(*decided)
     if (end := end_of(decisions)) is not None:
         end_job(draft, end, KILLED, by_failure=bool(failures))
         return

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from enum import StrEnum
 from itertools import chain, compress, zip_longest
 from operator import is_not
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from msgspec import field
 from msgspec.structs import replace
@@ -68,7 +68,7 @@ class Exit(Value, omit_defaults=True):
             return f"killed by signal {self.signal}"
 
 
-class Failure(Value):
+class Failure(Value, omit_defaults=True):
     """One worker that ended when it should not have.
 
     `time` is in seconds since the epoch: when the exception was raised, or, without one, when the exit was
@@ -76,6 +76,10 @@ class Failure(Value):
     of its output then. `log` is its log directory. `decision` is what followed from it, in words; empty when
     that was decided before, as in a role that restarts or stops already. An `inferred` one has not failed
     itself, but is taken for the cause of others; `note` says why.
+
+    The `rule` is that by which it was noticed, at the time `noticed` (by the master's clock). `slots` are the worker's
+    devices. `fault` is the id of the event that has injected a fault into it. `affected` are other ranks that wait for
+    it or lose something by it, in words.
     """
 
     worker: WorkerId
@@ -90,6 +94,17 @@ class Failure(Value):
     log: str = ""
     decision: str = ""
     inferred: bool = False
+    rule: Rule = "exit"
+    noticed: float = 0.0
+    slots: tuple[str, ...] = ()
+    fault: str = ""
+    affected: tuple[str, ...] = ()
+
+
+Rule = Literal["exit", "node", "hang", "peers", "probe", "port", "store", "weights"]
+"""The rule by which a failure is noticed: the end of the process, the loss of its node, a wait that does not end, what
+its peers report, its probe, a port that another process has, the end of its rendezvous store, or weights that it could
+not be given."""
 
 
 def brief(failure: Failure) -> Failure:
@@ -563,8 +578,8 @@ class JobState(Value):
         return replace(self, roles={**self.roles, role.name: role})
 
     def with_failures(self, *failures: Failure) -> JobState:
-        """This state with more failures; their texts are cut to a limit (`failures.brief`)."""
-        every = (*self.failures, *map(brief, failures))
+        """This state with more failures, whose texts are cut to a limit (`brief`)."""
+        every = (*self.failures, *failures)
         return replace(
             self,
             failures=every[-KEPT_FAILURES:],

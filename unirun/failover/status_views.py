@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from msgspec.structs import replace
+
+from unirun.failover.diagnosis import record_of
 from unirun.failover.draft import output_of, role_changed
 from unirun.failover.policy import learned, waiting
 from unirun.failover.readiness import waiting_to_start
@@ -102,13 +105,4 @@ def status_of(
 def _failure(failure: Failure) -> FailureStatus:
     words = (failure.message or failure.note).strip()
     message = words.splitlines()[0][:FIRST_LINE] if words else ""
-    role, rank, incarnation = failure.worker
-    return shaped(
-        FailureStatus,
-        failure,
-        role=role,
-        rank=rank,
-        incarnation=incarnation,
-        exit=str(failure.exit),
-        message=message,
-    )
+    return replace(record_of(failure), message=message, note="", traceback="", tail="")

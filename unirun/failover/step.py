@@ -223,6 +223,8 @@ def _started(draft: JobDraft, event: WorkerStarted) -> None:
     # `Hello` comes on another stream and may have arrived before.
     phase = WorkerPhase.ALIVE if worker.phase is WorkerPhase.STARTING else worker.phase
     draft.put_worker(name, replace(worker, phase=phase, pid=event.pid), PhaseEvent.FORKED)
+    if worker.incarnation:
+        draft.record("started", f"{event.worker} has process {event.pid}", str(event.worker))
     draft.send(ToWatchers(output_of(draft.state, name, worker.rank)))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec.structs import replace
 
 from unirun.collocation import Placement
@@ -42,6 +44,7 @@ from unirun.failover.state import (
     JobState,
     RolePhase,
     RoleState,
+    Rule,
     Strike,
     WorkerState,
 )
@@ -51,6 +54,15 @@ from unirun.wire.reports import Notice, StoreEnded, WorkerExited
 
 NEW_PORTS = 3
 """Times that a rank gets other ports at no cost: what has the port may be a process of its own that outlives it."""
+
+RULES: Mapping[str, Rule] = {
+    "stuck": "hang",
+    "unready": "probe",
+    "silent": "probe",
+    "torn": "weights",
+    "lost_dependency": "store",
+}
+"""The rule by which an agent has noticed a failure, by the cause that it gives (`unirun.wire.reports.Cause`)."""
 
 NOT_EXECUTED = (126, 127)
 """Exit codes of shells, and of unirun, for a program that cannot be executed or is not found."""
@@ -108,7 +120,7 @@ def exited(draft: JobDraft, event: WorkerExited) -> None:
     if works or (role.phase is RolePhase.RESTARTING and not spec.optional and _fatal(spec, event, end)):
         _fail(draft, worker, event, end)
     else:
-        draft.put(draft.state.with_failures(failure_of(draft.state, worker, event, end)))
+        draft.fail(failure_of(draft.state, worker, event, end))
         advance(draft, name)
     draft.tell_now()
 
@@ -130,7 +142,10 @@ def _fail(draft: JobDraft, worker: WorkerState, event: WorkerExited, end: Exit) 
         job=budget_above(state, name, now),
         rank=budget_of_rank(state, role, rank, now),
     )
-    draft.put(draft.state.with_failures(replace(failure, decision=decision.reason)))
+    failed = name if decision.action == "restart_role" else f"{name}:{rank}"
+    unit = unit_of(state, [failed])
+    others = tuple(f"{each} {each.reason}" for each in unit if each.side != "failed")
+    draft.fail(replace(failure, decision=decision.reason, affected=others))
     if event.taken and decision.action != "end_job":
         # Its successor gets other ports. Without one it keeps them, as other roles may name them.
         ended = role.workers[rank]
@@ -193,6 +208,9 @@ def failure_of(state: JobState, worker: WorkerState, event: WorkerExited, end: E
         note=event.note,
         tail=event.tail,
         log=f"{state.logs}/{event.worker.role}/{worker.rank}/{worker.incarnation}",
+        rule="port" if event.taken else RULES.get(event.cause, "exit"),
+        slots=worker.own,
+        fault=worker.fault,
     )
 
 

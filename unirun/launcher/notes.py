@@ -8,13 +8,13 @@ import re
 import signal
 from pathlib import Path
 
+from unirun.failover.diagnosis import OOM_KILLED
 from unirun.launcher.events import TAIL_BYTES, AgentState, error_tail
 from unirun.values import Value
 from unirun.wire.reports import Message, Reaped
 
 # Evidence that the kernel's out-of-memory killer has ended a process.
 
-SAYS = "the kernel killed it: out of memory"
 PERHAPS = "perhaps for lack of memory: the kernel has killed a process of this host for that"
 
 _KERNEL_LOG = Path("/dev/kmsg")
@@ -43,10 +43,10 @@ def explain(pid: int | None, before: Kills, now: Kills, log: Path = _KERNEL_LOG)
     tells, where it may be read.
     """
     if now.own is not None and before.own is not None and now.own > before.own:
-        return SAYS
+        return OOM_KILLED
     if now.host == before.host:
         return ""
-    return SAYS if pid is not None and pid in _killed(log) else PERHAPS
+    return OOM_KILLED if pid is not None and pid in _killed(log) else PERHAPS
 
 
 def _own(proc: Path, mounts: Path) -> int | None:

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from msgspec import convert, field, to_builtins
+from msgspec import ValidationError, convert, field, to_builtins
 
 from unirun.errors import JobError
 from unirun.observe.ownership import read_file
+from unirun.observe.status import FailureStatus
 from unirun.values import Value
 
 
@@ -185,3 +186,89 @@ def covers(subject: str, who: str) -> bool:
         re.fullmatch(r"(\d+)-(\d+)", part) or re.fullmatch(r"((\d+))", part) for part in ranks.split(",")
     )
     return rank.isdecimal() and any(m is not None and int(m[1]) <= int(rank) <= int(m[2]) for m in spans)
+
+
+# The failures of a job as its log has them: the record of each, and how long it took to recover.
+
+
+class Durations(Value):
+    """The seconds of the parts of a recovery, each None if it was not reached, or is not known.
+
+    `detect`: from the failure until the master has noticed it. `decide`: until the decision was written and told.
+    `respawn`: until the rank has a process again. `rejoin`: until every rank of the role runs in one generation.
+    `away`: from the failure until then.
+    """
+
+    detect: float | None = None
+    decide: float | None = None
+    respawn: float | None = None
+    rejoin: float | None = None
+    away: float | None = None
+
+
+class LoggedFailure(Value):
+    """A failure in the log: its `number`, from 1, the `id` of its event and the `cause` of that, its `record`, and how
+    long the recovery has taken."""
+
+    number: int
+    id: str
+    cause: str
+    record: FailureStatus
+    durations: Durations = Durations()
+
+
+def failures(events: Sequence[LoggedEvent]) -> Iterator[LoggedFailure]:
+    """The failures of a job in the order of the log. A record that another version has written is left out."""
+    number = 0
+    for at, event in enumerate(events):
+        if event.kind != "failure":
+            continue
+        try:
+            record = convert(event.details.get("failure"), FailureStatus)
+        except ValidationError:
+            continue
+        number += 1
+        yield LoggedFailure(number, event.id, event.cause, record, _durations(record, events, at))
+
+
+def _durations(record: FailureStatus, events: Sequence[LoggedEvent], at: int) -> Durations:
+    """The durations of the recovery from the failure whose event is `events[at]`."""
+    decided = spawned = running = None
+    for index in range(at, len(events)):
+        event = events[index]
+        if event.kind == "decision" and decided is None and event.cause == events[at].cause:
+            decided = event.time
+        if (
+            event.kind == "started"
+            and spawned is None
+            and any(covers(who, record.who) for who in event.about)
+        ):
+            spawned = event.time
+        if event.kind == "running" and record.role in event.about:
+            running = event.time
+        if running is not None or event.kind == "stopping":
+            break
+    return Durations(
+        detect=_between(record.time, record.noticed),
+        decide=_between(record.noticed, decided),
+        respawn=_between(decided, spawned),
+        rejoin=_between(spawned, running),
+        away=_between(record.time, running),
+    )
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    """The seconds between two times. The clocks of two hosts may differ, so that the earlier one comes later."""
+    return None if start is None or end is None else round(max(end - start, 0.0), 6)
+
+
+def consequences(events: Sequence[LoggedEvent], failure: LoggedFailure) -> list[LoggedEvent]:
+    """The events that a failure follows from, and all that follow from its exit, the oldest first."""
+    by_id = {event.id: event for event in events}
+    chosen = {each.id for each in chain(by_id, by_id[failure.id])} if failure.id in by_id else set()
+    root = failure.cause
+    for event in events:
+        # A cause is written before what follows from it.
+        if event.cause and (event.cause == root or (event.cause in chosen and event.id not in chosen)):
+            chosen.add(event.id)
+    return [event for event in events if event.id in chosen]

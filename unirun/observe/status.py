@@ -64,8 +64,14 @@ class RoleStatus(Value):
 
 
 class FailureStatus(Value):
-    """One failure of a worker: which worker, when (seconds since the epoch), how it ended (`exit`, in words), the first
-    line of its error, and what was decided."""
+    """One failure of a worker: which worker, when (seconds since the epoch), how it ended (`exit`, in words), its
+    error, and what was decided.
+
+    `kind` is the class of its likely `cause`, and `rule` that by which it was noticed, at the time `noticed`. `slots`
+    are its devices, `affected` other ranks that it concerns, in words. `fault` is the id of the event that has injected
+    it. An `inferred` one has not failed itself. `tail` are the last lines of its output. In a status, `message` is the
+    first line, and there is neither `traceback` nor `tail`.
+    """
 
     role: str
     rank: int
@@ -75,6 +81,19 @@ class FailureStatus(Value):
     exit: str
     message: str = ""
     decision: str = ""
+    kind: str = ""
+    cause: str = ""
+    rule: str = ""
+    noticed: float = 0.0
+    generation: int = 0
+    slots: tuple[str, ...] = ()
+    affected: tuple[str, ...] = ()
+    fault: str = ""
+    inferred: bool = False
+    note: str = ""
+    traceback: str = ""
+    tail: str = ""
+    log: str = ""
 
     @property
     def who(self) -> str:
@@ -160,7 +179,7 @@ class Summary(Value):
         return json.dumps(to_builtins(self))
 
 
-def shaped(kind: type[T], *sources: Value, **given: Any) -> T:
+def shaped(kind: type[T], /, *sources: Value, **given: Any) -> T:
     """The `kind` with the fields that are `given`, and the fields of the same names that `sources` have."""
     fields = {name: getattr(each, name) for each in sources for name in each.__struct_fields__}
     return kind(**{name: value for name, value in (fields | given).items() if name in kind.__struct_fields__})

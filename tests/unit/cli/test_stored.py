@@ -80,7 +80,9 @@ class TestStatus:
         ]
         assert "failures: 1\n" in text
         assert lines[-1].split()[:2] == ["actor:1", "0"]
-        assert lines[-1].endswith("exit code 3  restart 1 of 3 of role actor")
+        assert lines[-1].endswith(
+            "exit code 3  restart 1 of 3 of role actor  its own exit, without an exception"
+        )
 
     def test_status_shows_the_leader_and_the_term_of_the_last_write(
         self, store: Store, url: str, capsys: pytest.CaptureFixture[str]

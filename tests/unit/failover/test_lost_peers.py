@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unirun.failover.restart_or_end import is_consequence, lost, missed, waited_for_a_peer
+from unirun.failover.diagnosis import is_consequence, lost, missed, waited_for_a_peer
 from unirun.failover.state import Exit, Failure
 from unirun.values import WorkerId
 

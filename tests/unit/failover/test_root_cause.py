@@ -8,7 +8,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.failover.restart_or_end import diagnose, episode, is_consequence
+from unirun.failover.diagnosis import is_consequence
+from unirun.failover.restart_or_end import diagnose, episode
 from unirun.failover.state import Exit, Failure
 from unirun.values import WorkerId
 

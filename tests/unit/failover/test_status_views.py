@@ -81,6 +81,13 @@ def test_the_status_of_a_job_has_all_that_is_known(job: Job) -> None:
                 "ValueError: nan",
                 "actor:1 ended with exit code 3; restart 1 of 3: actor:1 alone, "
                 "actor's other rank keeps its memory and forms generation 1",
+                kind="exception",
+                cause="ValueError: nan",
+                rule="exit",
+                noticed=job.state.failures[0].noticed,
+                slots=job.state.failures[0].slots,
+                affected=job.state.failures[0].affected,
+                log="/logs/actor/1/0",
             ),
         ),
         failed=1,

@@ -171,6 +171,7 @@ class TestAFailure:
             tail="the end",
             log="/logs/actor/1/1",
             decision="actor:1 was killed by SIGKILL; restart 2 of 3 of role actor",
+            noticed=job.now,
         )
 
     def test_a_failure_of_a_worker_that_never_ran_is_not_taken_for_an_old_one(self) -> None:

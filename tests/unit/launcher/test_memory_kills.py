@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from unirun.launcher.notes import PERHAPS, SAYS, Kills, explain, kills_so_far
+from unirun.failover.diagnosis import OOM_KILLED
+from unirun.launcher.notes import PERHAPS, Kills, explain, kills_so_far
 
 LOG = b"6,1,2,-;Memory cgroup out of memory: Killed process 4242 (python) total-vm:1kB"
 
@@ -46,7 +47,7 @@ def test_the_counts_are_read_from_this_kernel() -> None:
 @pytest.mark.parametrize(
     ("before", "now", "says"),
     [
-        (Kills(0, 7), Kills(1, 8), SAYS),
+        (Kills(0, 7), Kills(1, 8), OOM_KILLED),
         (Kills(0, 7), Kills(0, 7), ""),
         (Kills(None, 7), Kills(None, 7), ""),
         # A process of another control group, or a worker in one of its own.
@@ -63,5 +64,5 @@ def test_a_kill_is_explained_by_what_was_counted_meanwhile(
 def test_the_log_of_the_kernel_names_the_process(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(LOG)
     before, now = Kills(0, 7), Kills(0, 8)
-    assert explain(4242, before, now, tmp_path / "log") == SAYS
+    assert explain(4242, before, now, tmp_path / "log") == OOM_KILLED
     assert explain(42, before, now, tmp_path / "log") == PERHAPS

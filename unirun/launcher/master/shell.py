@@ -468,8 +468,8 @@ class Master:
                 self._visitors.tell(view)
             case ToGuest(node, message):
                 self._admission.answer(node, message)
-            case Record(kind, text, number, cause, about):
-                self._log.write(kind, text, id=number, cause=cause, about=about)
+            case Record(kind, text, number, cause, about, details):
+                self._log.write(kind, text, id=number, cause=cause, about=about, **details)
             case KeepMetrics(role, rank, when, values):
                 self._metrics.append({"time": when, "role": role, "rank": rank, "values": values})
             case After(delay, event):

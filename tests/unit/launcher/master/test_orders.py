@@ -61,7 +61,7 @@ WORDS = {
 
 KINDS = {
     *("join", "formed", "store", "stop", "agent_lost", "notice", "running", "role", "restart"),
-    *("start", "exit", "decision", "affected", "move", "stopping", "end"),
+    *("start", "exit", "failure", "cause", "started", "decision", "affected", "move", "stopping", "end"),
 }
 """The names of the events of the log, for readers."""
 
@@ -103,8 +103,19 @@ class Step:
             case AgentLost(node, reason):
                 if not self.before.given_up(node):
                     due.add(("agent_lost", f"{node}: {reason}"))
+            case WorkerStarted((name, rank, incarnation) as worker, pid):
+                known = self.before.roles[name].workers[rank]
+                if incarnation and known.live and known.incarnation == incarnation:
+                    due.add(("started", f"{worker} has process {pid}"))
             case Notice(source, text):
                 due.add(("notice", f"{source}: {text}"))
+        new = (
+            self.after.forgotten
+            + len(self.after.failures)
+            - self.before.forgotten
+            - len(self.before.failures)
+        )
+        assert new == sum(kind == "failure" for kind, _ in self.records)
         for name, role in self.after.roles.items():
             old = self.before.roles[name].phase
             if role.phase == "running" and old != "running":
