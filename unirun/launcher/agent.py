@@ -278,7 +278,8 @@ class Agent:
         self._tasks: set[asyncio.Future[None]] = set()
         self._children: set[subprocess.Popen[bytes] | ForkedSpawner] = set()
         self._left = asyncio.Event()
-        self._kills = kills_so_far()
+        # At the last sample and at the one before: a process may be killed just before a sample, and end after it.
+        self._kills = (kills_so_far(),) * 2
         self._filters = LineFilters(job, task.spec.log)
         self._addr = task.addr
         self._mask = mask_of(task.spec, for_workers(os.environ))
@@ -557,7 +558,7 @@ class Agent:
                 if isinstance(message, SpawnFailed) and message.id == 0:
                     why = message.reason
                     continue
-                note, self._kills = kill_note(self._state, message, self._kills)
+                note = kill_note(self._state, message, self._kills[0])
                 last = tail(self._state, message)
                 taken = isinstance(message, Reaped) and self._has_lost_its_port(message.id)
                 self._apply(events.FromSpawner(key, message, self._mask(note), self._mask(last), taken))
@@ -641,6 +642,7 @@ class Agent:
         """Report the workers' memory and processor time every `sample_interval` seconds."""
         while True:
             await asyncio.sleep(self._spec.sample_interval)
+            self._kills = (self._kills[1], kills_so_far())
             sample = sample_of(self._state)
             if sample.memory:
                 self._tell(sample)

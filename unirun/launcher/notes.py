@@ -18,8 +18,11 @@ from unirun.wire.reports import Message, Reaped
 PERHAPS = "perhaps for lack of memory: the kernel has killed a process of this host for that"
 
 _KERNEL_LOG = Path("/dev/kmsg")
-_RECORDS = 4096
+_RECORDS = 1 << 16
 """Maximum number of records of the kernel's log that are read."""
+
+_INITIAL_PID_NAMESPACE = 0xEFFFFFFC
+"""The inode of the namespace whose pids the kernel's log has."""
 
 
 class Kills(Value):
@@ -35,31 +38,34 @@ def kills_so_far(proc: Path = Path("/proc"), mounts: Path = Path("/sys/fs/cgroup
     return Kills(_own(proc, mounts), _count(proc / "vmstat") or 0)
 
 
-def explain(pid: int | None, before: Kills, now: Kills, log: Path = _KERNEL_LOG) -> str:
+def explain(pid: int | None, before: Kills, now: Kills, log: Path | None) -> str:
     """The note on the end of process `pid` by SIGKILL, between two readings of the counts; empty when it was not the
     kernel, as far as is known.
 
-    A worker may have a control group of its own, so that it is not counted in this process's; then the kernel's log
-    tells, where it may be read.
+    The kernel's log names the processes, so it decides where it may be read. Elsewhere, a count of this control group
+    means a process of the job's; a worker may have a group of its own, and is not counted here then.
     """
+    if now == before:
+        return ""
+    if log is not None and (named := _killed(log)) is not None:
+        return OOM_KILLED if pid in named else ""
     if now.own is not None and before.own is not None and now.own > before.own:
         return OOM_KILLED
-    if now.host == before.host:
-        return ""
-    return OOM_KILLED if pid is not None and pid in _killed(log) else PERHAPS
+    return PERHAPS
 
 
 def _own(proc: Path, mounts: Path) -> int | None:
-    """The count of this process's control group: version 2, else the controller ``memory`` of version 1."""
-    with contextlib.suppress(OSError):
-        groups = [line.split(":", 2) for line in (proc / "self/cgroup").read_text().splitlines()]
-        for _, controllers, path in groups:
+    """The count of this process's control group of version 2, with the groups below it. With version 1 there is no such
+    count."""
+    found = None
+    with contextlib.suppress(OSError, ValueError):
+        for line in (proc / "self/cgroup").read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
             if "memory" in controllers.split(","):
-                return _count(mounts / "memory" / path.lstrip("/") / "memory.oom_control")
-        for number, _, path in groups:
+                return None
             if number == "0":
-                return _count(mounts / path.lstrip("/") / "memory.events")
-    return None
+                found = _count(mounts / path.lstrip("/") / "memory.events")
+    return found
 
 
 def _count(path: Path) -> int | None:
@@ -71,32 +77,49 @@ def _count(path: Path) -> int | None:
     return None
 
 
-def _killed(log: Path) -> set[int]:
-    """The processes that the kernel's log names; none where this user may not read it."""
+def _killed(log: Path) -> set[int] | None:
+    """The processes that the kernel's log names; None where this user may not read it."""
     found: set[int] = set()
-    with contextlib.suppress(OSError):
+    try:
         handle = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            # Each read gives one record; it fails when there is no other.
-            for _ in range(_RECORDS):
-                if not (record := os.read(handle, 8192)):
-                    break
-                found |= {int(pid) for pid in re.findall(rb"[Kk]illed process (\d+)", record)}
-        finally:
-            os.close(handle)
+    except OSError:
+        return None
+    try:
+        # Each read gives one record.
+        for _ in range(_RECORDS):
+            try:
+                record = os.read(handle, 8192)
+            except BrokenPipeError:
+                # The record was overwritten; the next one is there.
+                continue
+            except OSError:
+                break
+            if not record:
+                break
+            found |= {int(pid) for pid in re.findall(rb"[Kk]illed process (\d{1,9})", record)}
+    finally:
+        os.close(handle)
     return found
 
 
-def kill_note(state: AgentState, message: Message, before: Kills) -> tuple[str, Kills]:
-    """A note for the report on a SIGKILL that unirun has not sent, empty when nothing is known of it; and the counts
-    now, for the next call. `before` are those of the last one."""
+def _log() -> Path | None:
+    """The kernel's log, if it has the pids of this process's namespace."""
+    try:
+        initial = os.stat("/proc/self/ns/pid").st_ino == _INITIAL_PID_NAMESPACE
+    except OSError:
+        return None
+    return _KERNEL_LOG if initial else None
+
+
+def kill_note(state: AgentState, message: Message, before: Kills) -> str:
+    """A note for the report on a SIGKILL that unirun has not sent, empty when nothing is known of it. `before` are the
+    counts a moment before."""
     if not isinstance(message, Reaped) or message.signal != signal.SIGKILL:
-        return "", before
+        return ""
     worker = state.workers.get(message.id)
     if worker is None or worker.cause != "own":
-        return "", before
-    now = kills_so_far()
-    return explain(worker.pid, before, now), now
+        return ""
+    return explain(worker.pid, before, kills_so_far(), _log())
 
 
 def tail(state: AgentState, message: Message) -> str:

@@ -31,9 +31,9 @@ def test_the_own_group_is_counted_with_version_2(place: Path) -> None:
     assert group(place, "0::/user/job\n", "user/job/memory.events", "oom 5\noom_kill 3\n") == Kills(3, 7)
 
 
-def test_the_own_group_is_counted_with_version_1(place: Path) -> None:
+def test_the_own_group_is_not_counted_with_version_1(place: Path) -> None:
     text = "4:cpu,memory:/job\n1:name=systemd:/\n0::/\n"
-    assert group(place, text, "memory/job/memory.oom_control", "under_oom 0\noom_kill 2\n") == Kills(2, 7)
+    assert group(place, text, "memory/job/memory.oom_control", "under_oom 0\noom_kill 2\n") == Kills(None, 7)
 
 
 def test_a_kernel_that_does_not_count_the_own_group_counts_the_host(place: Path) -> None:
@@ -61,8 +61,12 @@ def test_a_kill_is_explained_by_what_was_counted_meanwhile(
     assert explain(4242, before, now, tmp_path / "none") == says
 
 
-def test_the_log_of_the_kernel_names_the_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("now", [Kills(0, 8), Kills(1, 8)])
+def test_the_log_of_the_kernel_names_the_process_and_no_other(tmp_path: Path, now: Kills) -> None:
     (tmp_path / "log").write_bytes(LOG)
-    before, now = Kills(0, 7), Kills(0, 8)
-    assert explain(4242, before, now, tmp_path / "log") == OOM_KILLED
-    assert explain(42, before, now, tmp_path / "log") == PERHAPS
+    assert explain(4242, Kills(0, 7), now, tmp_path / "log") == OOM_KILLED
+    assert explain(42, Kills(0, 7), now, tmp_path / "log") == ""
+
+
+def test_without_the_log_a_kill_in_another_group_is_only_perhaps_that_of_the_process() -> None:
+    assert explain(4242, Kills(None, 7), Kills(None, 8), None) == PERHAPS
