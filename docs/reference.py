@@ -55,6 +55,8 @@ SECTIONS = {
         "roles.peers.RoleInfo",
         "serve",
         "rpc_name",
+        "progress",
+        "allowance",
     ],
     "Workloads": ["BaseWorkload", "trainer_invocation", "MasterHandle"],
     "Trainers": ["BaseTrainer", "run_in_process"],

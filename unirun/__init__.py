@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from unirun.rollout import EngineClient
     from unirun.train import DLJobBuilder, JobBuilder, JobHandle, RLJobBuilder, attach
     from unirun.weights import Admission, Item, LocalShard, Queue, WeightsChannel
+    from unirun.wire.progress import allowance, progress
 
 __all__ = [
     "Admission",
@@ -83,8 +84,10 @@ __all__ = [
     "WorkerHandle",
     "WorkerLost",
     "Workload",
+    "allowance",
     "attach",
     "init",
+    "progress",
     "replicate",
     "rpc_name",
     "run_in_process",
@@ -116,6 +119,8 @@ _ERRORS = frozenset(
 
 _TRAIN = frozenset({"DLJobBuilder", "JobBuilder", "JobHandle", "RLJobBuilder", "attach"})
 
+_PROGRESS = frozenset({"allowance", "progress"})
+
 _WEIGHTS = frozenset({"Admission", "Item", "LocalShard", "Queue", "WeightsChannel"})
 
 
@@ -131,6 +136,8 @@ def __getattr__(name: str) -> Any:
     home = "unirun.roles"
     if name in _ERRORS:
         home = "unirun.errors"
+    elif name in _PROGRESS:
+        home = "unirun.wire.progress"
     elif name == "EngineClient":
         home = "unirun.rollout"
     elif name in _TRAIN:

@@ -42,6 +42,7 @@ from unirun.spec.parse import parse_job
 from unirun.spec.read import id_stem, nearest
 from unirun.spec.roles import (
     ENTRY_KINDS,
+    HANG_KEYS,
     NAME,
     ONE_NODE,
     RESTART_KEYS,
@@ -92,7 +93,7 @@ def options_to_job(
     scope = _Scope(job, roles, names, faults, trained=trained, services=services)
     scope.scoped("script", options.get("script", ()), needs_role=True)
     scope.folders(options.get("cwd", ()))
-    for key in RESTART_KEYS:
+    for key in (*RESTART_KEYS, *HANG_KEYS):
         scope.scoped(key, options.get(key, ()))
     scope.scoped("count", options.get("nproc_per_node", ()), job_key="nproc_per_node")
     scope.scoped("component", options.get("component", ()), needs_role=True)

@@ -136,6 +136,20 @@ OURS: tuple[Option, ...] = (
     ),
     Option("--call-timeout", LIFE, "seconds that a call between roles may take (default 1800)", "SECONDS"),
     Option(
+        "--hang-timeout",
+        LIFE,
+        "seconds without progress after which a rank that hangs is found and killed (default: never; docs/hangs.md)",
+        "[ROLE=]SECONDS",
+        many=True,
+    ),
+    Option(
+        "--first-step-timeout",
+        LIFE,
+        "with --hang-timeout: seconds that the first step of a rank may take at least (default 600)",
+        "[ROLE=]SECONDS",
+        many=True,
+    ),
+    Option(
         "--transport",
         START,
         "what carries calls between roles: unirun's own sockets or torch.distributed.rpc (default socket)",

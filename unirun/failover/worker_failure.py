@@ -224,7 +224,7 @@ def _loss(role: RoleState, spec: RoleSpec, worker: WorkerState, event: WorkerExi
     """The loss of `worker` (its state before it ended) for the policy."""
     in_past = not role.is_program and max(worker.generation, event.met) < role.generation
     what = f"{event.worker} {end.predicate}"
-    if event.cause in ("unready", "silent", "torn"):
+    if event.cause in ("unready", "silent", "torn", "hung"):
         what = f"{event.worker} {event.note}"
     elif role.probed and not role.up(worker):
         what = f"{event.worker} {replace(end, early=False).predicate} before it was ready"

@@ -24,6 +24,7 @@ from unirun.launcher import core, events
 from unirun.launcher.contact import Contact, Witness
 from unirun.launcher.environment import FRESH, SpawnerKey, for_workers, mask_of
 from unirun.launcher.events import AgentState, end_of, holdings, masked
+from unirun.launcher.hangs import ProgressWatch
 from unirun.launcher.logs import LogFollower
 from unirun.launcher.notes import kill_note, kills_so_far, tail
 from unirun.launcher.orders import Orders, PortBook
@@ -48,6 +49,8 @@ from unirun.wire.aio import Stream, StreamServer, frame_of
 from unirun.wire.credentials import load_credentials
 from unirun.wire.messages import (
     AgentTask,
+    AskProgress,
+    EndHung,
     ExitAck,
     Heartbeat,
     Hello,
@@ -71,6 +74,7 @@ from unirun.wire.reports import (
     Notice,
     OpenStore,
     Placed,
+    ProgressPage,
     Reaped,
     Sample,
     SpawnFailed,
@@ -287,6 +291,7 @@ class Agent:
         self._ports = PortBook(task.addr, *task.spec.port_range)
         self._probing = Probing(self._probed, self._fail)
         self._forked: ForkedSpawner | None = None
+        self._progress = ProgressWatch(job, task.spec, lambda: self._state, self._tell, self._apply)
 
     def fork_spawner(self) -> None:
         """Fork the spawner of programs if the job has some. Call it before the event loop runs."""
@@ -321,6 +326,7 @@ class Agent:
         try:
             self._background(self._follow_masters())
             self._background(self._sample())
+            self._background(self._progress.watch())
             if self._witness is not None:
                 self._background(self._witness.watch())
             await self._left.wait()
@@ -334,6 +340,7 @@ class Agent:
                 timers.close()
             self._contact.close()
             self._probing.close()
+            self._progress.close()
             await self._end_spawners()
             self._ports.close()
             if self._master is not None:
@@ -451,6 +458,7 @@ class Agent:
             workers, stores = holdings(self._state)
             endpoints = {role: str(endpoint) for role, endpoint in self._endpoints.items()}
             about = (self._state.node, os.getpid(), socket.gethostname(), endpoints)
+            self._progress.led()
             stream.send(Join(*about, workers, stores, self._state.ending, self._addr))
             for ask in self._state.asks.values():
                 stream.send(ask)
@@ -499,6 +507,10 @@ class Agent:
                         self._apply(events.Order(epoch, self._orders.launch(message)))
                     case Reserve():
                         self._reserve(message)
+                    case AskProgress():
+                        self._background(self._progress.answer(message))
+                    case EndHung():
+                        self._progress.end(message)
                     case OpenStore(role):
                         handle = self._endpoints[role].socket.fileno()
                         self._apply(events.Order(epoch, self._orders.store(message, handle)))
@@ -629,7 +641,11 @@ class Agent:
                 link.send(welcome(self._state.view, self._spec))
             self._apply(events.LinkMessage(worker.id, hello))
             while True:
-                self._apply(events.LinkMessage(worker.id, masked(await link.receive(), self._mask)))
+                message = await link.receive()
+                if isinstance(message, ProgressPage):
+                    self._progress.announced(worker.id, message.number)
+                else:
+                    self._apply(events.LinkMessage(worker.id, masked(message, self._mask)))
         except WireError:
             self._apply(events.LinkClosed(worker.id))
         finally:

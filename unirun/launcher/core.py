@@ -21,6 +21,7 @@ from unirun.launcher.events import (
     Event,
     FromSpawner,
     GraceOver,
+    Hung,
     Instruction,
     KillGroups,
     Launch,
@@ -398,6 +399,13 @@ def _step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
             return probed(state, event)
         case ReadyDue():
             return ready_due(state, event)
+        case Hung(number, why):
+            worker = state.workers.get(number)
+            return (
+                _kill(state, worker, "hung", why)
+                if worker is not None and worker.sent is None
+                else (state, [])
+            )
 
 
 def _carry_out(state: AgentState, what: Instruction) -> tuple[AgentState, list[Command]]:

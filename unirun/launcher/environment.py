@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from unirun.errors import RendezvousError
 from unirun.launcher.interfaces import interface_of
+from unirun.launcher.sampler import HANG_TIMEOUT
 from unirun.launcher.timers import ENABLE, PIPE
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.store.protocol import PASSWORD_VARIABLE
@@ -277,6 +278,8 @@ def worker_env(
         addresses = ",".join(place.addr() for place in heads)
         if len(addresses) <= LONGEST_VARIABLE:
             env[addresses_variable(name)] = addresses
+    if role.hang_timeout:
+        env[HANG_TIMEOUT] = f"{role.hang_timeout:g}"
     if env.get(ENABLE) == "1":
         env[PIPE] = str(job.timer_pipe(node))
     own_mask = order.mask in {**spec.env, **role.env}

@@ -189,6 +189,13 @@ class TimerExpired(Value):
     signal: int
 
 
+class Hung(Value):
+    """A worker hangs, and `why`."""
+
+    id: int
+    why: str
+
+
 class Led(Value):
     """A master announced that it leads in the term `epoch`."""
 
@@ -231,6 +238,7 @@ Event = (
     | TimerExpired
     | Probed
     | ReadyDue
+    | Hung
     | Abandon
 )
 

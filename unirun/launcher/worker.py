@@ -28,6 +28,7 @@ from typing import Any
 from unirun import atomic
 from unirun.errors import UnirunError, UsageError
 from unirun.launcher.process import set_command_line, set_title
+from unirun.launcher.sampler import watch_myself
 from unirun.wire.blocking import BlockingStream, open_link
 from unirun.wire.reporting import report, report_error
 from unirun.wire.reports import WorkerError
@@ -130,6 +131,7 @@ def run(kind: str, target: str, args: tuple[str, ...]) -> None:
         raise SystemExit(1) from error
     # After the exit handlers of the user's code.
     atexit.register(wait_for_threads)
+    watch_myself(os.environ)
     owner = os.getpid()
     title = f"{os.environ['UNIRUN_ROLE']}:{os.environ['UNIRUN_RANK']}"
     set_title(title)

@@ -179,6 +179,9 @@ _REMEDY = "write http://{addr}/health, tcp, {log: REGEX}, {file: PATH} or {comma
 
 _NAMES = re.compile(r"\{([\w.-]+)\}")
 
+FIRST_STEP_TIMEOUT = 600.0
+"""Default of ``first_step_timeout`` in seconds: a first step compiles, and fills caches."""
+
 READY_TIMEOUT = 1800.0
 """Default of ``ready_timeout`` in seconds: large models take a quarter of an hour to load from a network."""
 
@@ -348,6 +351,9 @@ class RoleSpec(Value):
     `after` are ready, all of them for 0. Of its restarts, those of the last `restart_window` seconds count (0: all);
     before the second of them there are `restart_delay` seconds, before each further one twice as many.
 
+    A rank that makes no progress for `hang_timeout` seconds (0: for ever) is looked at, and ended if it hangs; before
+    its first step it has at least `first_step_timeout` seconds.
+
     `engine` is the kind of a ready-made service. A role `beside` another one has a rank on each node that has ranks of
     that one.
     """
@@ -386,6 +392,8 @@ class RoleSpec(Value):
     restart_delay: float = 0.0
     fatal_exit_codes: tuple[int, ...] = ()
     rank_restarts: int | None = None
+    hang_timeout: float = 0.0
+    first_step_timeout: float = FIRST_STEP_TIMEOUT
     env_file: str | None = None
     engine: EngineKind | None = None
     beside: str | None = None

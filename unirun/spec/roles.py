@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from unirun.errors import Fault
 from unirun.spec.engines import ready_made
 from unirun.spec.entries import missing_entry
-from unirun.spec.job import Contract, Entry, EntryKind, RoleSpec, StartMethod
+from unirun.spec.job import FIRST_STEP_TIMEOUT, Contract, Entry, EntryKind, RoleSpec, StartMethod
 from unirun.spec.programs import (
     JOB_WIDE_PROGRAM_KEYS,
     PROGRAM_KEYS,
@@ -39,9 +39,10 @@ TRAINER = "trainer"
 
 ENTRY_KINDS: tuple[EntryKind, ...] = ("script", "module", "program", "function", "workload")
 RESTART_KEYS = ("max_restarts", "rank_restarts", "restart_window", "restart_delay", "fatal_exit_codes")
+HANG_KEYS = ("hang_timeout", "first_step_timeout")
 JOB_WIDE_KEYS = (
     *ENTRY_KINDS,
-    *("args", "env", "cwd", *RESTART_KEYS, "start_method"),
+    *("args", "env", "cwd", *RESTART_KEYS, *HANG_KEYS, "start_method"),
     *JOB_WIDE_PROGRAM_KEYS,
 )
 """Keys that a role inherits from the job."""
@@ -83,7 +84,7 @@ ELSEWHERE = {
 """Keys of other launchers' files, and what to write for them in a role."""
 
 TRAINER_KEYS = (
-    *("class", "env", "cwd", *RESTART_KEYS, "start_method"),
+    *("class", "env", "cwd", *RESTART_KEYS, *HANG_KEYS, "start_method"),
     *("cpus", "memory", "after", "env_file"),
 )
 START_METHODS: dict[str, StartMethod] = {
@@ -165,7 +166,7 @@ def _finish(
     role: Section, job: Section, name: str, entry: Entry, count: int = 1, contract: Contract = "torchrun"
 ) -> RoleSpec:
     """The settings that roles and the trainer have in common."""
-    keys = ("cwd", *RESTART_KEYS, "start_method", "python")
+    keys = ("cwd", *RESTART_KEYS, *HANG_KEYS, "start_method", "python")
     wide = {key: job.fields[key] for key in keys if key in job.fields}
     role = Section({**wide, **role.fields}, role.where, role.faults)
     cwd = role.text("cwd") or None
@@ -195,6 +196,8 @@ def _finish(
         env_file=check_env_file(role) if "env_file" in role.fields else None,
         cpus=_cpus(role),
         memory=_memory(role),
+        hang_timeout=_hang_timeout(role, contract),
+        first_step_timeout=role.seconds("first_step_timeout", FIRST_STEP_TIMEOUT),
         **program,
     )
 
@@ -217,6 +220,12 @@ def _exit_codes(role: Section) -> tuple[int, ...]:
         value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
     )
     return () if value is None else tuple(role.as_integer(key, code, 1, 1, 255) for code in codes)
+
+
+def _hang_timeout(role: Section, contract: Contract) -> float:
+    """Seconds without progress. A program reports none, so that of the job is not its own."""
+    timeout = role.seconds("hang_timeout", 0.0)
+    return timeout if contract == "torchrun" else 0.0
 
 
 def _needs(role: Section, made: RoleSpec) -> dict[str, Any]:

@@ -37,10 +37,14 @@ from unirun.train.checkpoints import (
 from unirun.train.data import Consumed, Loader, Shard, sharded
 from unirun.train.lockstep import Reported
 from unirun.train.nested import mapped
+from unirun.wire.progress import page
 from unirun.wire.reporting import report as report_error
 
 AHEAD = 2
 """Reports that the function may make before the driver has taken them."""
+
+SAVE_SECONDS = 1800.0
+"""Seconds that a rank may take to save, before ``hang_timeout`` begins to count."""
 
 RESERVED = "_"
 """The first character of the names of metrics that unirun adds."""
@@ -115,10 +119,12 @@ class Session:
             values["_data_wait"] = (waited - self._waited) / max(now - self._last, 1e-9)
             self._waited = waited
         self._last = now
+        page().step(self._next.number)
         pending = self._writer.reported(values) if self._writer is not None else None
         with self._changed:
             while len(self._reports) >= AHEAD and not self._interrupted:
-                self._changed.wait()
+                with page().idle():
+                    self._changed.wait()
             self.check()
             self._reports.append(replace(self._next, metrics=values, pending=pending))
             self._next = replace(self._next, number=self._next.number + 1, outline={})
@@ -177,7 +183,8 @@ class Session:
             self._loaded = True
         shares = {name: shard.progress for name, shard in self._shards.items()}
         if self._writer is not None:
-            self._count_saved(self._writer.save(state, shares), together=bool(shares))
+            with page().allowance(SAVE_SECONDS):
+                self._count_saved(self._writer.save(state, shares), together=bool(shares))
         self._saves += 1
         self._reseed(self._saves)
 

@@ -25,6 +25,7 @@ from unirun.train.losses import loader_loss
 from unirun.train.nested import mapped
 from unirun.train.session import Interrupted, Session, enter
 from unirun.values import Value
+from unirun.wire.progress import page
 
 Program = Callable[..., Any]
 
@@ -296,6 +297,7 @@ class TrainWorker(BaseWorkload):
             self._ended = {number: why for number, why in self._ended.items() if number > turn.attempt}
             self._begun.notify_all()
         enter(session)
+        page().begin()
         try:
             try:
                 self._in_function = True

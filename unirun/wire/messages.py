@@ -1,13 +1,14 @@
 """All messages between the processes of a job, as frozen values; `unirun.wire.frames` encodes them.
 
 ============  =======================================================================
-agent→master  Join Heartbeat SpawnerReady StoreOpened StoreEnded Notice Sample Knock ViewWanted Placed
+agent→master  Join Heartbeat SpawnerReady StoreOpened StoreEnded Notice Sample Steps Late Progress Knock
+              ViewWanted Placed
               WorkerStarted WorkerRunning WorkerExited FromWorker (Serving Listening GroupFormed Metrics Calls
               MasterRequest Health)
 master→agent  Appointed Heartbeat OpenStore Reserve StartRole StopWorkers PassOn Inject ExitAck View MasterReply
-              Shutdown
+              Shutdown AskProgress EndHung
 worker→agent  Hello Serving Listening GroupMeets GroupFormed Stuck Metrics Calls MasterRequest WorkerError ViewWanted
-              EngineWeights
+              EngineWeights ProgressPage
 agent→worker  Welcome View MasterReply LocalEngines
 CLI→master    Attach Stop PassOn Drain Inject Heartbeat
 master→CLI    Heartbeat WorkerOutput RoleChanged Notice Drained Injected Ended
@@ -237,6 +238,21 @@ class StopWorkers(Message):
     signal: int
     grace: float
     after: float = 0.0
+
+
+class AskProgress(Message):
+    """Asks for the progress of the ranks of `role`; with `evidence` for their stacks, too, and what the flight recorder
+    has, which go to their logs."""
+
+    role: str
+    evidence: bool
+
+
+class EndHung(Message):
+    """Orders SIGKILL for `worker`, which hangs, and `why`."""
+
+    worker: WorkerId
+    why: str
 
 
 class WorkerView(Value):

@@ -145,11 +145,11 @@ class MasterReply(Message):
     problem: str = ""
 
 
-Cause = Literal["own", "order", "leaving", "lost_dependency", "stuck", "unready", "silent", "torn"]
+Cause = Literal["own", "order", "leaving", "lost_dependency", "stuck", "unready", "silent", "torn", "hung"]
 """The reason why a worker has ended: by itself (``own``), by the master's order, because its agent leaves,
 because something it depends on is gone (``lost_dependency``), because it was blocked in an abandoned process group
-(``stuck``), because it was not ready in time (``unready``), because it did not answer any more (``silent``), or because
-it could not be given weights, which may be half new (``torn``)."""
+(``stuck``), because it was not ready in time (``unready``), because it did not answer any more (``silent``), because it
+could not be given weights, which may be half new (``torn``), or because it has made no progress (``hung``)."""
 
 
 class ViewWanted(Message):
@@ -196,6 +196,12 @@ class Health(Message):
     ready: bool
     since: float
     why: str = ""
+
+
+class ProgressPage(Message):
+    """The progress of the sending worker is in its descriptor `number` (`unirun.wire.progress`)."""
+
+    number: int
 
 
 class LocalEngines(Message):
@@ -406,3 +412,63 @@ class Sample(Message):
     node: str
     memory: dict[str, int]
     cpu: dict[str, float]
+
+
+class Steps(Message):
+    """The latest steps that workers of `node` have reported, by ``role:rank``; those that have changed."""
+
+    node: str
+    steps: dict[str, int]
+
+
+# Hangs: what the agents of a role know of its ranks when one of them is late.
+
+
+class Wait(Value):
+    """A collective that a rank has begun and that is not over: the `number` of it in its `group`, and its `name`.
+    `ranks` are those of the group, as ``0-3``; empty for all of a role, or if they are not known."""
+
+    group: str
+    number: int
+    name: str
+    ranks: str = ""
+
+
+class RankProgress(Value):
+    """The progress of a worker, as its agent sees it. Durations are in seconds.
+
+    It has reported `count` times, the latest `step` last (-1: none), and has begun so many `collectives`. Since its
+    latest progress it is `quiet`, and `age` old since it has begun. It is `idle` between calls, and may take its time
+    for another `allowed` seconds. `waits` are its collectives that are not over. `state` is the letter of ``ps``;
+    `traced`: a debugger holds it. For `mute` seconds none of its Python threads has run, as far as that is known. `at`
+    is the innermost line of its main thread's stack, empty if it has not answered the signal.
+    """
+
+    worker: WorkerId
+    step: int = -1
+    count: int = 0
+    collectives: int = 0
+    quiet: float = 0.0
+    age: float = 0.0
+    idle: bool = False
+    allowed: float = 0.0
+    waits: tuple[Wait, ...] = ()
+    state: str = ""
+    traced: bool = False
+    mute: float = 0.0
+    at: str = ""
+
+
+class Late(Message):
+    """A rank of `role` on `node` is late."""
+
+    node: str
+    role: str
+
+
+class Progress(Message):
+    """The answer of `node` to `AskProgress`: its ranks of `role`."""
+
+    node: str
+    role: str
+    ranks: tuple[RankProgress, ...]

@@ -44,6 +44,7 @@ from unirun.failover.state import JOB_ENDS, JobState, Verdict
 from unirun.failover.status_views import farewell, present, status_of
 from unirun.launcher.environment import carried, for_workers
 from unirun.launcher.master.beats import OWNER_TIMEOUT, HeartbeatMonitor, unheard
+from unirun.launcher.master.hangs import HangWatch
 from unirun.launcher.master.writer import StateWriter
 from unirun.observe.events import EventLog, LineLog, led_to
 from unirun.observe.jobdir import JobDir, ProcessWatch
@@ -73,7 +74,19 @@ from unirun.wire.messages import (
     Visit,
 )
 from unirun.wire.reporting import gave_up, report, report_error
-from unirun.wire.reports import FromWorker, Join, Knock, MasterRequest, Message, Notice, Sample, ViewWanted
+from unirun.wire.reports import (
+    FromWorker,
+    Join,
+    Knock,
+    Late,
+    MasterRequest,
+    Message,
+    Notice,
+    Progress,
+    Sample,
+    Steps,
+    ViewWanted,
+)
 
 # The file with the status of a job: written at most every so often, and by a thread, so that no event waits for it.
 
@@ -328,6 +341,9 @@ class Master:
         self._term = term
         self._agents: dict[str, Stream] = {}
         self._beats = HeartbeatMonitor(term, self._writer, self._agents, self._say, self._apply)
+        self.hangs = HangWatch(
+            self._agents, self._nodes_of, lambda role: self._state.role_spec(role), self._late
+        )
         self._admission = NodeAdmission(job, term.address, lambda: self._state, self._apply)
         self._watchers: set[Stream] = set()
         self._visitors = Visitors(lambda: self._writer.certain, self._apply)
@@ -482,6 +498,15 @@ class Master:
         self._log.write("silence", text, about=(node,))
         self._tell_watchers(Notice(node, text))
 
+    def _nodes_of(self, role: str) -> set[str]:
+        """The nodes that have live ranks of `role`."""
+        return {worker.node for worker in self._state.roles[role].workers if worker.live}
+
+    def _late(self, role: str, text: str) -> None:
+        """Report that ranks of a role make no progress."""
+        self._log.write("late", text, about=(role,))
+        self._tell_watchers(Notice(role, text))
+
     def _tell_watchers(self, message: Message) -> None:
         tell_all(self._watchers, message)
 
@@ -593,6 +618,12 @@ class Master:
                     self._memory.update(message.memory)
                     self._cpu.update(message.cpu)
                     self._status_file.write_soon()
+                elif isinstance(message, Steps):
+                    self.hangs.steps(message)
+                elif isinstance(message, Late):
+                    self.hangs.late(message)
+                elif isinstance(message, Progress):
+                    self.hangs.answered(message)
                 elif isinstance(message, Knock):
                     self._beats.token_proved(message.node, message.origin)
                 elif isinstance(message, FromWorker) and isinstance(message.message, MasterRequest):

@@ -16,6 +16,7 @@ from unirun.roles.calls.codec import INTERRUPTED, OK, load, load_error, outcome_
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.transport.protocol import Parcel, Scheduler, Wait
 from unirun.values import WorkerId
+from unirun.wire.progress import page
 from unirun.wire.reports import CallCount, Calls, RankRange
 
 STATE = threading.RLock()
@@ -292,12 +293,13 @@ class InvocationRef(Call, Generic[R]):
         `EncodingError` for a result that cannot be unpickled here; `InvocationTimeout` at the call's deadline, or after
         `timeout` seconds. In the last case the call goes on, and `result` may be called again.
         """
-        if timeout is None and (fetch := self.fetch) is not None:
-            self.fetch = None
-            fetch()
-        if not self.over and not self._pass(timeout):
-            with self._making:
-                raise self._timeout(f"within {timeout:g} s")
+        with page().idle():
+            if timeout is None and (fetch := self.fetch) is not None:
+                self.fetch = None
+                fetch()
+            if not self.over and not self._pass(timeout):
+                with self._making:
+                    raise self._timeout(f"within {timeout:g} s")
         with self._making:
             if self._failure is None and self._value is None:
                 self._decide()
@@ -404,7 +406,7 @@ def wait(
         ref.wake_with(wake)
     deadline = None if timeout is None else time.monotonic() + timeout
     try:
-        with news:
+        with page().idle(), news:
             while sum(ref.done() for ref in every) < num_returns:
                 if not news.wait(None if deadline is None else _clamped(deadline - time.monotonic())):
                     break

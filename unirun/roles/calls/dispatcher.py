@@ -35,6 +35,7 @@ from unirun.roles.calls.codec import (
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.transport.protocol import Inbox, Parcel, Reply, await_end, own
 from unirun.values import WorkerId
+from unirun.wire.progress import page
 from unirun.wire.reporting import report_error
 
 VISITOR_RESULTS_TTL = 3600.0
@@ -241,7 +242,8 @@ class Dispatcher:
                 self._running = run
                 self._look_at_running()
                 try:
-                    self._run(run)
+                    with page().call():
+                        self._run(run)
                 finally:
                     self._running = None
 

@@ -1,0 +1,118 @@
+"""The collectives of a worker as its sampler sees them, and its stacks as the agent reads them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unirun.launcher import sampler
+from unirun.launcher.hangs import innermost, progress_of
+from unirun.launcher.sampler import Sampler, waits_in
+from unirun.values import WorkerId
+from unirun.wire.progress import EVIDENCE, PAGE_BYTES, PAGE_NAME, Page, read_page
+from unirun.wire.reports import Wait
+
+WHO = WorkerId("actor", 1, 0)
+
+
+def entry(
+    number: int, *, retired: bool = False, group: str = "0", described: str = "default_pg", **about: Any
+) -> Any:
+    """An entry of torch's flight recorder."""
+    return {
+        "collective_seq_id": number,
+        "is_p2p": False,
+        "process_group": [group, described],
+        "profiling_name": "gloo:all_reduce",
+        "retired": retired,
+        "state": "scheduled",
+        **about,
+    }
+
+
+class TestWaits:
+    def test_the_first_collective_of_each_group_that_is_not_over_is_the_one_that_is_waited_for(self) -> None:
+        config = {"0": {"name": "0", "ranks": "[0, 1, 2]"}, "4": {"name": "4", "ranks": "[0, 2]"}}
+        entries = [entry(3, retired=True), entry(4), entry(5), entry(1, group="4", described="tensor")]
+        assert waits_in({"entries": entries, "pg_config": {"0": config}}) == [
+            Wait("default_pg", 4, "all_reduce"),
+            Wait("tensor", 1, "all_reduce", "0,2"),
+        ]
+
+    def test_what_is_completed_and_what_is_sent_to_one_rank_does_not_count(self) -> None:
+        assert waits_in({"entries": [entry(1, state="completed"), entry(2, is_p2p=True)]}) == []
+
+    def test_without_torch_there_is_none(self) -> None:
+        assert waits_in({}) == []
+
+
+class TestTheSampler:
+    @pytest.fixture
+    def number(self) -> int:
+        number = os.memfd_create(PAGE_NAME)
+        os.ftruncate(number, PAGE_BYTES)
+        return number
+
+    def test_it_counts_collectives_and_looks_at_the_waits_of_a_rank_that_stands_still(
+        self, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        counts = {"0": 5}
+        monkeypatch.setattr(sampler, "begun", lambda: counts.items())
+        monkeypatch.setattr(sampler, "recorded", lambda: {"entries": [entry(6)]})
+        page = Page(mmap.mmap(number, PAGE_BYTES))
+        sampling = Sampler(page, 8.0, tmp_path)
+        sampling.look(100.0)
+        counts["0"] = 6
+        sampling.look(101.0)
+        sampling.look(102.0)
+        found = read_page(number)
+        assert (found.collectives, found.text) == (6, "")
+
+        sampling.look(103.1)
+        assert progress_of(WHO, read_page(number)).waits == (Wait("default_pg", 6, "all_reduce"),)
+
+        counts["0"] = 7
+        sampling.look(104.0)
+        assert progress_of(WHO, read_page(number)).waits == ()
+        os.close(number)
+
+    def test_it_writes_what_the_flight_recorder_has_when_it_is_asked_to(
+        self, number: int, tmp_path: Path
+    ) -> None:
+        page = Page(mmap.mmap(number, PAGE_BYTES))
+        page.fields[EVIDENCE] = 1
+        Sampler(page, 8.0, tmp_path).look(1.0)
+        assert (tmp_path / "flight_recorder.json").read_text().startswith("{")
+        assert read_page(number).evidence == 0
+        os.close(number)
+
+
+def test_a_text_that_is_half_written_says_nothing() -> None:
+    number = os.memfd_create(PAGE_NAME)
+    os.ftruncate(number, PAGE_BYTES)
+    Page(mmap.mmap(number, PAGE_BYTES)).write('[["default_pg", 6, "all_re')
+    assert progress_of(WHO, read_page(number)).waits == ()
+    os.close(number)
+
+
+STACKS = """\
+Thread 0x00007f (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+
+Current thread 0x00007e (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
+  File "/home/me/train.py", line 20 in step
+  File "/home/me/train.py", line 40 in <module>
+"""
+
+
+def test_a_rank_is_where_its_main_thread_is_in_the_users_code() -> None:
+    assert innermost(STACKS) == "/home/me/train.py:20 in step"
+    assert innermost(STACKS.replace("/home/me/", "/x/site-packages/")).startswith(
+        "/venv/lib/python3.11/site-packages/"
+    )
+    assert innermost("") == ""

@@ -1,0 +1,99 @@
+"""The page with the progress of a worker, as its agent reads it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from unirun.wire.progress import PAGE_BYTES, PAGE_NAME, Page, Snapshot, open_page, read_page, want_evidence
+
+
+@pytest.fixture
+def number() -> Iterator[int]:
+    """The descriptor of a page."""
+    made = os.memfd_create(PAGE_NAME)
+    os.ftruncate(made, PAGE_BYTES)
+    yield made
+    os.close(made)
+
+
+@pytest.fixture
+def page(number: int) -> Iterator[Page]:
+    with mmap.mmap(number, PAGE_BYTES) as memory:
+        made = Page(memory)
+        yield made
+        made.fields.release()
+
+
+def quiet(found: Snapshot) -> float:
+    return (time.monotonic_ns() - found.last) / 1e9
+
+
+def test_a_new_page_has_no_step(page: Page, number: int) -> None:
+    found = read_page(number)
+    assert (found.step, found.count, found.calls, found.idle, found.text) == (-1, 0, 0, 0, "")
+    assert quiet(found) < 5
+
+
+def test_steps_are_those_of_the_user_or_counted(page: Page, number: int) -> None:
+    page.step(7)
+    page.step(None)
+    found = read_page(number)
+    assert (found.step, found.count) == (8, 2)
+
+
+def test_a_worker_is_idle_between_its_calls(page: Page, number: int) -> None:
+    with page.call():
+        assert not read_page(number).idle
+        with page.idle():
+            assert read_page(number).idle
+        assert not read_page(number).idle
+    found = read_page(number)
+    assert (found.idle, found.calls) == (1, 1)
+
+
+def test_an_allowance_ends_with_its_block_and_counts_as_progress(page: Page, number: int) -> None:
+    before = read_page(number)
+    with page.allowance(100):
+        assert 99 < (read_page(number).allowed - time.monotonic_ns()) / 1e9 <= 100
+        with page.allowance(float("inf")):
+            assert read_page(number).allowed > time.monotonic_ns() + 10**18
+    found = read_page(number)
+    assert found.allowed == 0
+    assert found.last > before.last
+
+
+def test_a_text_that_is_too_long_is_left_out(page: Page, number: int) -> None:
+    page.write("ä" * 10)
+    assert read_page(number).text == "ä" * 10
+    page.write("x" * PAGE_BYTES)
+    assert read_page(number).text == ""
+
+
+def test_the_agent_opens_a_page_and_asks_for_evidence(page: Page, number: int) -> None:
+    opened = open_page(os.getpid(), number)
+    want_evidence(opened)
+    assert read_page(opened).evidence == 1
+    os.close(opened)
+
+
+def test_the_agent_opens_nothing_else() -> None:
+    with open(os.devnull) as file, pytest.raises(OSError, match="no page of progress"):
+        open_page(os.getpid(), file.fileno())
+
+
+def test_a_page_that_was_cut_is_none(number: int) -> None:
+    os.ftruncate(number, 10)
+    with pytest.raises(ValueError, match="10 bytes are no page"):
+        read_page(number)
+
+
+def test_a_report_takes_less_than_ten_microseconds(page: Page) -> None:
+    began = time.thread_time()
+    for step in range(10_000):
+        page.step(step)
+    assert time.thread_time() - began < 0.1

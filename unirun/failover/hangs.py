@@ -1,0 +1,188 @@
+"""Hangs: when a rank is late, and which rank of a role is the cause. Pure: from the ranks' progress to a verdict.
+
+A rank makes progress when it reports a step, answers a call, or begins a collective. One that does not for its role's
+``hang_timeout`` is late. That says little about who hangs: in a role with collectives all ranks are late when one is.
+So the agents of the role are asked for all of them, and the cause is, in this order:
+
+1. a rank that cannot run: it is stopped (SIGSTOP), or no Python thread of it runs, as another one holds the GIL;
+2. a rank that is not in the collective in which others wait, and waits in no other;
+3. a rank that is in another collective than most of its group;
+4. where no rank waits in a collective: the late ones that have come least far.
+
+A rank is never the cause while it makes progress, has nothing to do, has an allowance, or a debugger holds a rank of
+the role. What is not known is not guessed: then there is no cause, and the console says who is late.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from unirun.collocation.graph import show_ranks
+from unirun.spec.job import FIRST_STEP_TIMEOUT
+from unirun.values import Value, WorkerId
+from unirun.wire.reports import RankProgress, Wait
+
+NOTICE_SECONDS = 60.0
+"""Seconds without progress after which the console says which ranks are late; without a time-out, too."""
+
+MUTE_SECONDS = 2.0
+"""Seconds in which no Python thread has run, after which a rank that is late holds the GIL; at most half of the
+time-out. On a busy host a thread may wait for a good part of a second."""
+
+STOPPED = ("T", "t")
+"""The letters of a process that is stopped."""
+
+
+class HangTimeouts(Value):
+    """The time-outs of a role, in seconds: `timeout` for any progress, and `first_step` for the first report after the
+    start of a rank."""
+
+    timeout: float
+    first_step: float = FIRST_STEP_TIMEOUT
+
+
+class HangVerdict(Value):
+    """The ranks that hang, each with the reason in words; `text` has the state of the role for a person."""
+
+    hung: Mapping[WorkerId, str]
+    text: str
+
+
+def due_in(rank: RankProgress, limits: HangTimeouts) -> float:
+    """Seconds until `rank` is late, negative since it is."""
+    if rank.idle:
+        return limits.timeout
+    left = limits.timeout - rank.quiet
+    if rank.count == 0:
+        left = max(left, limits.first_step - rank.age)
+    return max(left, rank.allowed + limits.timeout) if rank.allowed > 0 else left
+
+
+def is_late(rank: RankProgress, limits: HangTimeouts) -> bool:
+    """Return True if `rank` has made no progress for too long."""
+    return due_in(rank, limits) <= 0
+
+
+def judge(ranks: Sequence[RankProgress], limits: HangTimeouts) -> HangVerdict:
+    """The verdict on a role with these ranks, all that could be asked."""
+    if traced := [rank.worker for rank in ranks if rank.traced]:
+        return HangVerdict({}, f"a debugger holds {_named(traced)}")
+    late = [rank for rank in ranks if is_late(rank, limits)]
+    if not late:
+        return HangVerdict({}, "no rank is late")
+    text = describe(late, ranks)
+    found = (
+        _halted(late, min(MUTE_SECONDS, limits.timeout / 2))
+        or _absent(late, ranks)
+        or _elsewhere(late)
+        or _behind(late, ranks)
+    )
+    return HangVerdict(found, text)
+
+
+def _halted(late: Sequence[RankProgress], mute: float) -> dict[WorkerId, str]:
+    """The ranks that cannot run. Those of several that are only mute may wait for the same thing, so a stopped one
+    takes precedence."""
+    stopped = {rank.worker: f"{_quiet(rank)}: it is stopped" for rank in late if rank.state in STOPPED}
+    held = "{}: one of its threads holds the GIL, no other has run for {:.0f} s{}"
+    return stopped or {
+        rank.worker: held.format(_quiet(rank), rank.mute, _at(rank)) for rank in late if rank.mute > mute
+    }
+
+
+def _absent(late: Sequence[RankProgress], ranks: Sequence[RankProgress]) -> dict[WorkerId, str]:
+    """The late ranks that are not in a collective in which others of their group wait."""
+    found: dict[WorkerId, str] = {}
+    for wait, present in _collectives(ranks).items():
+        members = _members(wait)
+        for rank in late:
+            in_group = members is None or rank.worker.rank in members
+            if in_group and not rank.waits:
+                others = f"{_named(present)} wait{'s' if len(present) == 1 else ''} for it in {_words(wait)}"
+                found.setdefault(rank.worker, f"{_quiet(rank)}: {others}{_at(rank)}")
+    return found
+
+
+def _elsewhere(late: Sequence[RankProgress]) -> dict[WorkerId, str]:
+    """The ranks that wait in another collective of a group than most of it, or than those that are further."""
+    groups: dict[tuple[str, str], Counter[tuple[int, str]]] = {}
+    for rank in late:
+        for wait in rank.waits:
+            groups.setdefault((wait.group, wait.ranks), Counter())[wait.number, wait.name] += 1
+    for (group, ranks), counts in groups.items():
+        if len(counts) < 2:
+            continue
+        # Where as many ranks are in each, those that have begun fewer collectives are behind.
+        most = max(counts, key=lambda each: (counts[each], each[0]))
+        others = _words(Wait(group, *most))
+        return {
+            rank.worker: f"{_quiet(rank)}: it waits in {_words(wait)}, the others in {others}{_at(rank)}"
+            for rank in late
+            for wait in rank.waits
+            if (wait.group, wait.ranks) == (group, ranks) and (wait.number, wait.name) != most
+        }
+    return {}
+
+
+def _behind(late: Sequence[RankProgress], ranks: Sequence[RankProgress]) -> dict[WorkerId, str]:
+    """The late ranks that have come least far, of a role in which no rank waits in a collective. Collectives alone
+    say nothing here: a rank may send and receive, which nobody counts."""
+    if any(rank.waits for rank in ranks):
+        return {}
+    least = min(rank.step for rank in late)
+    return {
+        rank.worker: f"{_quiet(rank)}{_at(rank)}" for rank in late if rank.step == least and rank.count > 0
+    }
+
+
+def _collectives(ranks: Sequence[RankProgress]) -> dict[Wait, list[WorkerId]]:
+    """The workers that wait in each collective."""
+    found: dict[Wait, list[WorkerId]] = {}
+    for rank in ranks:
+        for wait in rank.waits:
+            found.setdefault(wait, []).append(rank.worker)
+    return found
+
+
+def _members(wait: Wait) -> frozenset[int] | None:
+    """The ranks of its group; None for all of the role."""
+    parts = re.findall(r"(\d+)(?:-(\d+))?", wait.ranks)
+    return frozenset(n for low, high in parts for n in range(int(low), int(high or low) + 1)) or None
+
+
+def describe(late: Sequence[RankProgress], ranks: Sequence[RankProgress]) -> str:
+    """One line about the late ranks of a role: since when, where they are, and how far the others are."""
+    longest = max(rank.quiet for rank in late)
+    text = f"{_named([rank.worker for rank in late])}: no progress for {longest:.0f} s"
+    if (steps := [rank.step for rank in late if rank.step >= 0]) and min(steps) != max(steps):
+        text += f", at steps {min(steps)} to {max(steps)}"
+    elif steps:
+        text += f", at step {steps[0]}"
+    waits = [f"{_named(who)} in {_words(wait)}" for wait, who in _collectives(late).items()]
+    text += "".join(f"; {each}" for each in waits[:4])
+    rest = [rank for rank in ranks if rank not in late]
+    if further := [rank.step for rank in rest if rank.step >= 0]:
+        text += f"; the others are at step {max(further)}"
+    return text
+
+
+def _words(wait: Wait) -> str:
+    """``all_reduce 6 of default_pg``"""
+    return f"{wait.name} {wait.number} of {wait.group}"
+
+
+def _quiet(rank: RankProgress) -> str:
+    step = f" since step {rank.step}" if rank.step >= 0 else ""
+    return f"hangs: no progress{step} for {rank.quiet:.1f} s"
+
+
+def _at(rank: RankProgress) -> str:
+    return f"; it was at {rank.at}" if rank.at else ""
+
+
+def _named(workers: Sequence[WorkerId]) -> str:
+    """``actor:0-3``"""
+    role = workers[0].role if workers else ""
+    return f"{role}:{show_ranks(sorted(worker.rank for worker in workers))}"

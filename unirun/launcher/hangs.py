@@ -1,0 +1,250 @@
+"""The agent's side of hangs: which of its workers are late, and the evidence about them.
+
+`unirun.failover.hangs` decides, and `unirun.launcher.sampler` is the worker's side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from msgspec import convert
+
+from unirun.failover.hangs import NOTICE_SECONDS, STOPPED, HangTimeouts, due_in, is_late
+from unirun.launcher.events import AgentState, Hung, Worker
+from unirun.launcher.process import takes_signal
+from unirun.launcher.sampler import STACKS, STACKS_SIGNAL
+from unirun.observe.jobdir import JobDir
+from unirun.spec.job import JobSpec
+from unirun.values import WorkerId
+from unirun.wire.messages import AskProgress, EndHung
+from unirun.wire.progress import Snapshot, open_page, read_page, want_evidence
+from unirun.wire.reports import Late, Message, Progress, RankProgress, Steps, Wait
+
+LOOK_INTERVAL = 0.1
+"""Seconds between two looks at the pages of a role with a time-out; without one a second is enough."""
+
+STEPS_INTERVAL = 1.0
+"""Seconds between two reports of steps to the master."""
+
+EVIDENCE_TIMEOUT = 0.3
+"""Seconds in which workers write their stacks."""
+
+STALL_SECONDS = 0.5
+"""A look that is later than this by so many seconds means that this process, or its host, did not run."""
+
+
+class ProgressWatch:
+    """Looks at the pages of a node's workers. `state` gives the agent's state; `tell` sends to the master, and `end`
+    applies the end of a worker."""
+
+    def __init__(
+        self,
+        job: JobDir,
+        spec: JobSpec,
+        state: Callable[[], AgentState],
+        tell: Callable[[Message], None],
+        end: Callable[[Hung], None],
+    ) -> None:
+        self._job, self._state, self._tell, self._end = job, state, tell, end
+        self._limits = {
+            role.name: HangTimeouts(role.hang_timeout, role.first_step_timeout)
+            for role in spec.roles
+            if role.hang_timeout
+        }
+        self._interval = LOOK_INTERVAL if self._limits else STEPS_INTERVAL
+        self._numbers: dict[int, int] = {}
+        self._handles: dict[int, int] = {}
+        self._steps: dict[str, int] = {}
+        self._told: dict[str, int] = {}
+        # The time of the latest progress of a worker, and its longest time without any, in seconds.
+        self._longest: dict[int, tuple[int, float]] = {}
+        self._next: dict[str, float] = {}
+        self._looked = time.monotonic()
+
+    def announced(self, worker: int, number: int) -> None:
+        """A worker has a page, in its descriptor `number`."""
+        self._numbers[worker] = number
+
+    def close(self) -> None:
+        """Close all pages."""
+        for handle in self._handles.values():
+            os.close(handle)
+        self._handles.clear()
+
+    async def watch(self) -> None:
+        """Look at the pages, and tell the master of steps, and of roles with a late rank."""
+        due = 0.0
+        while True:
+            await asyncio.sleep(self._interval)
+            now = time.monotonic()
+            self._look(now)
+            if now >= due and self._steps != self._told:
+                due = now + STEPS_INTERVAL
+                fresh = {who: step for who, step in self._steps.items() if self._told.get(who) != step}
+                self._tell(Steps(self._state().node, fresh))
+                self._told = dict(self._steps)
+
+    def led(self) -> None:
+        """There is another master, which has to be told again."""
+        self._told, self._next = {}, {}
+
+    def _look(self, now: float) -> None:
+        stalled, self._looked = now - self._looked - self._interval, now
+        self._drop_ended()
+        for worker in self._state().workers.values():
+            found = self._read(worker)
+            if found is None:
+                continue
+            if found.step >= 0:
+                self._steps[str(worker.who)] = found.step
+            role = worker.who.role
+            if stalled > STALL_SECONDS:
+                # The workers may not have run either.
+                self._next[role] = max(self._next.get(role, 0.0), now + stalled)
+            elif now >= self._next.get(role, 0.0) and self._is_late(worker, found):
+                limits = self._limits.get(role)
+                self._next[role] = now + (max(LOOK_INTERVAL, limits.timeout / 4) if limits else 10.0)
+                self._tell(Late(self._state().node, role))
+
+    def _is_late(self, worker: Worker, found: Snapshot) -> bool:
+        """Return True if a worker is late, by the time-out of its role, or so much that the console says it."""
+        rank = progress_of(worker.who, found)
+        limits = self._limits.get(worker.who.role)
+        if limits is not None and is_late(rank, limits):
+            return True
+        last, longest = self._longest.get(worker.id, (found.last, 0.0))
+        if found.last != last:
+            longest = max(longest, (found.last - last) / 1e9)
+        self._longest[worker.id] = found.last, longest
+        return due_in(rank, HangTimeouts(max(NOTICE_SECONDS, 3 * longest))) <= 0
+
+    def _drop_ended(self) -> None:
+        there = self._state().workers.keys()
+        for number in [number for number in self._numbers if number not in there]:
+            del self._numbers[number]
+            self._longest.pop(number, None)
+            if (handle := self._handles.pop(number, None)) is not None:
+                os.close(handle)
+
+    def _read(self, worker: Worker) -> Snapshot | None:
+        """The page of a worker that is in its user's code; None if it has none, or is told to end."""
+        number = self._numbers.get(worker.id)
+        if number is None or worker.pid is None or worker.sent is not None or worker.error is not None:
+            return None
+        try:
+            if worker.id not in self._handles:
+                self._handles[worker.id] = open_page(worker.pid, number)
+            return read_page(self._handles[worker.id])
+        except (OSError, ValueError):
+            # Its process has just ended, or is of another user: it has no progress that could be seen.
+            return None
+
+    async def answer(self, question: AskProgress) -> None:
+        """Send the master the progress of the ranks of a role."""
+        role = question.role
+        workers = [each for each in self._state().workers.values() if each.who.role == role]
+        at = await self._evidence(workers) if question.evidence else {}
+        found = [(each, self._read(each)) for each in workers]
+        ranks = tuple(
+            progress_of(each.who, page, pid=each.pid, at=at.get(each.id, "")) for each, page in found if page
+        )
+        self._tell(Progress(self._state().node, role, ranks))
+
+    def end(self, order: EndHung) -> None:
+        """Kill a worker that hangs, unless it has made progress meanwhile."""
+        worker = self._state().find(order.worker.role, order.worker.rank)
+        limits = self._limits.get(order.worker.role)
+        if worker is None or worker.who != order.worker or limits is None:
+            return
+        found = self._read(worker)
+        if found is not None and is_late(progress_of(worker.who, found), limits):
+            self._end(Hung(worker.id, order.why))
+
+    async def _evidence(self, workers: Iterable[Worker]) -> dict[int, str]:
+        """Let workers write their stacks and what the flight recorder has. Returns where their main threads are, of
+        those that have answered within `EVIDENCE_TIMEOUT`."""
+        asked: dict[int, tuple[Worker, Path, int]] = {}
+        for worker in workers:
+            if self._read(worker) is None or worker.pid is None:
+                continue
+            path = self._job.worker_logs(worker.who) / STACKS
+            with contextlib.suppress(OSError):
+                size = path.stat().st_size
+                if takes_signal(worker.pid, STACKS_SIGNAL) and _state_of(worker.pid)[0] not in STOPPED:
+                    want_evidence(self._handles[worker.id])
+                    os.kill(worker.pid, STACKS_SIGNAL)
+                    asked[worker.id] = worker, path, size
+        deadline = time.monotonic() + EVIDENCE_TIMEOUT
+        stacks: dict[int, str] = {}
+        while time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+            for number, (_, path, size) in asked.items():
+                with contextlib.suppress(OSError):
+                    stacks[number] = innermost(_from(path, size))
+            pages = [self._read(worker) for worker, _, _ in asked.values()]
+            if all(map(stacks.get, asked)) and not any(each.evidence for each in pages if each):
+                break
+        return stacks
+
+
+def progress_of(who: WorkerId, found: Snapshot, *, pid: int | None = None, at: str = "") -> RankProgress:
+    """The progress of a worker by its page; with its `pid`, also what the kernel says of the process."""
+    now = time.monotonic_ns()
+    state, traced = _state_of(pid) if pid is not None else ("", False)
+    return RankProgress(
+        who,
+        step=found.step,
+        count=found.count,
+        collectives=found.collectives,
+        quiet=max(now - found.last, 0) / 1e9,
+        age=(now - found.began) / 1e9,
+        idle=bool(found.idle),
+        allowed=max(found.allowed - now, 0) / 1e9,
+        waits=_waits(found.text),
+        state=state,
+        traced=traced,
+        mute=max(now - found.beat, 0) / 1e9 if found.beat else 0.0,
+        at=at,
+    )
+
+
+def _waits(text: str) -> tuple[Wait, ...]:
+    """The collectives in the text of a page, which a worker may have written in part."""
+    with contextlib.suppress(ValueError, TypeError):
+        found = convert(json.loads(text or "[]"), list[tuple[str, int, str, str]])
+        return tuple(Wait(*each) for each in found)
+    return ()
+
+
+def _state_of(pid: int) -> tuple[str, bool]:
+    """The state of a process as ``ps`` shows it, and whether a debugger holds it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return "?", False
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    return fields.get("State", "?").split()[0], fields.get("TracerPid", "0").strip() != "0"
+
+
+def _from(path: Path, offset: int) -> str:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read().decode(errors="replace")
+
+
+def innermost(stacks: str) -> str:
+    """The innermost line of the user's code in what faulthandler has written of the thread that has got the signal, the
+    main one; of any code if there is none of the user's."""
+    _, _, current = stacks.partition("Current thread")
+    lines = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', current, re.MULTILINE)
+    own = [
+        each for each in lines if not re.search(r"/site-packages/|/lib/python3|/unirun/|^<frozen ", each[0])
+    ]
+    return next((f"{file}:{line} in {name}" for file, line, name in (*own, *lines)), "")

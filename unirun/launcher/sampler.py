@@ -1,0 +1,136 @@
+"""The sampler of a worker whose role has a time-out for hangs: it counts collectives, and answers for stacks.
+
+`unirun.launcher.hangs` is the agent's side.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from unirun import atomic
+from unirun.wire.blocking import out_of_the_way
+from unirun.wire.progress import BEAT, COLLECTIVES, EVIDENCE, LAST, Page, page
+from unirun.wire.reports import Wait
+
+HANG_TIMEOUT = "UNIRUN_HANG_TIMEOUT"
+"""The variable of a worker whose role has a time-out for hangs."""
+
+STACKS_SIGNAL = signal.SIGRTMAX - 2
+"""The signal for which a worker writes its stacks; SIGUSR1 and SIGUSR2 are the user's."""
+
+STACKS, FLIGHT_RECORDER = "stacks.txt", "flight_recorder.json"
+"""Files with evidence, in the directory of a worker's logs."""
+
+
+def watch_myself(environ: Mapping[str, str]) -> None:
+    """Begin to count collectives, and write stacks when the agent asks for them, if the role has a time-out."""
+    if HANG_TIMEOUT not in environ:
+        return
+    folder = Path(environ["TORCHELASTIC_ERROR_FILE"]).parent
+    # A full disk costs the evidence, and nothing else.
+    with contextlib.suppress(OSError):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        handle = out_of_the_way(os.open(folder / STACKS, flags, 0o600))
+        # Written by a handler in C, so also while another thread holds the GIL.
+        faulthandler.register(STACKS_SIGNAL, handle, all_threads=True)
+    Sampler(page(), float(environ[HANG_TIMEOUT]), folder).start()
+
+
+class Sampler:
+    """A thread that looks at this process's collectives, as torch has no hook that would count them.
+
+    The process groups count what was begun, and torch's flight recorder knows what is not over: DDP's and functional
+    collectives included, but no `send` and no `recv`. With ``TORCH_FR_BUFFER_SIZE=0`` it knows nothing.
+    """
+
+    def __init__(self, own: Page, timeout: float, folder: Path) -> None:
+        self._page, self._folder = own, folder
+        self._interval, self._stall = min(0.2, timeout / 10), timeout / 4
+        self._counts: tuple[tuple[str, int], ...] = ()
+        self._changed = time.monotonic()
+        self._looked = False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="unirun-progress", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; it ends before the interpreter does."""
+        self._page.fields[BEAT] = time.monotonic_ns()
+        self._thread.start()
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._over.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while not self._over.wait(self._interval):
+            self.look(time.monotonic())
+
+    def look(self, now: float) -> None:
+        """Take one look, at the time `now` of the monotonic clock."""
+        fields = self._page.fields
+        fields[BEAT] = time.monotonic_ns()
+        counts = tuple(begun())
+        if counts != self._counts:
+            fields[COLLECTIVES] += max(_total(counts) - _total(self._counts), 1)
+            fields[LAST] = time.monotonic_ns()
+            self._counts, self._changed, self._looked = counts, now, False
+            self._page.write("")
+        elif not self._looked and now - self._changed > self._stall:
+            self._looked = True
+            self._page.write(json.dumps([[w.group, w.number, w.name, w.ranks] for w in waits_in(recorded())]))
+        if fields[EVIDENCE]:
+            with contextlib.suppress(OSError):
+                atomic.replace(self._folder / FLIGHT_RECORDER, json.dumps(recorded()))
+            fields[EVIDENCE] = 0
+
+
+def _total(counts: Iterable[tuple[str, int]]) -> int:
+    return sum(count for _, count in counts)
+
+
+def begun() -> Iterator[tuple[str, int]]:
+    """The number of collectives that each process group of this process has begun, by the name of the group."""
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    for group in list(world.pg_map) if world is not None else ():
+        # Some backends do not count.
+        with contextlib.suppress(RuntimeError, AttributeError):
+            yield group.group_name, group._get_sequence_number_for_group()
+
+
+def recorded() -> dict[str, Any]:
+    """The contents of torch's flight recorder; empty before torch is imported."""
+    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
+    found: dict[str, Any] = json.loads(dump()) if dump is not None else {}
+    return found
+
+
+def waits_in(record: Mapping[str, Any]) -> list[Wait]:
+    """The first collective of each group that is not over, from the contents of the flight recorder."""
+    config = {
+        each["name"]: each["ranks"]
+        for groups in record.get("pg_config", {}).values()
+        for each in (groups.values() if "ranks" not in groups else [groups])
+    }
+    found: dict[str, Wait] = {}
+    for entry in record.get("entries", ()):
+        if entry["retired"] or entry["state"] == "completed" or entry["is_p2p"]:
+            continue
+        name, described = entry["process_group"]
+        operation = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+        ranks = "" if described == "default_pg" else ",".join(re.findall(r"\d+", str(config.get(name, ""))))
+        found.setdefault(name, Wait(described or name, entry["collective_seq_id"], operation, ranks))
+    return list(found.values())
