@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -40,12 +41,17 @@ TRAINING = """
 
 OPTIONS = (
     *("--nproc-per-node", "3", "--max-restarts", "1"),
-    *("--hang-timeout", "2", "--first-step-timeout", "0"),
+    *("--hang-timeout", "3", "--first-step-timeout", "0"),
 )
+
+NOTICE_AFTER_A_SECOND = {
+    "unirun.launcher.hangs.NOTICE_SECONDS": 1.0,
+    "unirun.launcher.master.hangs.NOTICE_SECONDS": 1.0,
+}
 
 WAITING = "default:0,2 wait for it in all_reduce 4 of default_pg"
 NOTES = {
-    "spin": [WAITING, "train.py:", "no progress for 2"],
+    "spin": [WAITING, "train.py:", "no progress for 3"],
     "gil": ["holds the GIL", "train.py:"],
     "skip": [WAITING, "train.py:"],
     "other": ["it waits in broadcast 4 of default_pg, the others in all_reduce 4 of default_pg", "train.py:"],
@@ -79,3 +85,100 @@ class TestAHang:
         logs = unirun.job_dir() / "logs" / "default"
         assert ("train.py" in (logs / "1/0/stacks.txt").read_text()) == (how != "stop")
         assert "all_reduce" in (logs / "0/0/flight_recorder.json").read_text()
+
+
+STEPPING = """
+    import os, sys, time, unirun
+
+    how, rank = sys.argv[1], int(os.environ["RANK"])
+    first = os.environ["UNIRUN_INCARNATION"] == "0"
+    for step in range(10):
+        unirun.progress(step)
+        time.sleep(0.05)
+        if first and rank == 1 and step == 4:
+            if how == "sleep":
+                time.sleep(600)
+            if how == "pause":
+                time.sleep(5)
+            if how == "save":
+                with unirun.allowance(60):
+                    time.sleep(5)
+    print("done", rank, flush=True)
+"""
+
+
+class TestStepsOfALoop:
+    def test_a_rank_that_reports_no_more_is_found_without_collectives(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        result = unirun.start(*OPTIONS, script(STEPPING), "sleep").end()
+        assert result.code == 0
+        assert "default:1 hangs: no progress since step 4 for 3" in result.err
+
+    def test_a_slow_save_with_an_allowance_is_no_hang(self, unirun: Unirun, script: Script) -> None:
+        result = unirun.start(*OPTIONS, script(STEPPING), "save").end()
+        assert (result.code, unirun.status()["failures"]) == (0, [])
+
+    def test_without_a_time_out_the_console_says_who_is_late_and_nobody_is_killed(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        result = unirun.start(
+            *("--nproc-per-node", "3"), script(STEPPING), "pause", constants=NOTICE_AFTER_A_SECOND
+        ).end()
+        assert result.code == 0
+        assert result.err.count("default:1: no progress for") == 1
+        assert unirun.status()["failures"] == []
+
+
+ADDERS = """
+    import os, time
+    from unirun import BaseTrainer, BaseWorkload, trainer_invocation
+
+    class Adder(BaseWorkload):
+        def setup(self):
+            import torch.distributed
+            torch.distributed.init_process_group("gloo")
+
+        @trainer_invocation(idempotent=True)
+        def add(self, step):
+            import torch
+            if step == 2 and self.rank == 1 and os.environ["UNIRUN_INCARNATION"] == "0":
+                time.sleep(600)
+            numbers = torch.ones(1)
+            torch.distributed.all_reduce(numbers)
+            return int(numbers), os.getpid()
+
+    class Trainer(BaseTrainer):
+        def init(self):
+            pass
+
+        def fit(self):
+            answers = [self.RG_ADDER.add(step) for step in range(4)]
+            # Idle for longer than the time-out.
+            time.sleep(5)
+            print("survived", answers[0][0][1] == answers[3][0][1], answers[0][1][1] != answers[3][1][1], flush=True)
+"""
+
+ADDING = """
+    name: adding
+    hang_timeout: 3
+    first_step_timeout: 0
+    roles:
+      adder: {count: 2, workload: "adders:Adder"}
+    trainer: adders:Trainer
+"""
+
+
+def test_a_workload_that_hangs_in_a_call_is_killed_alone_and_its_peer_survives(
+    unirun: Unirun, script: Script, tmp_path: Path
+) -> None:
+    """
+    1. Rank 1 sleeps in a call, while rank 0 waits for it in a collective and the trainer for both.
+    2. Rank 1 alone is killed. Rank 0 keeps its process, and the call is made again.
+    3. Between its calls, and while the trainer computes, nobody is late.
+    """
+    script(ADDERS, "adders.py")
+    result = unirun.start("--config", script(ADDING, "job.yaml"), cwd=tmp_path).end()
+    assert (result.code, result.lines) == (0, ["survived True True"]), result.err
+    failures = [f"{each['role']}:{each['rank']}" for each in unirun.status()["failures"]]
+    assert failures == ["adder:1"]

@@ -102,6 +102,11 @@ class Accidents(Invariants):
             self.scenario.skews[node.name] = self.scenario.skews.get(node.name, 0.0) + jump
         elif what in ("agent_hears_nothing", "agent_says_nothing", "agent_hangs", "spawner_hangs"):
             self._trouble_node(what, node)
+        elif what == "worker_hangs":
+            # The master has found it, which is no part of its state.
+            running = [worker.id for worker in node.state.workers.values() if worker.running]
+            if running:
+                node.apply(events.Hung(self.rng.choice(running), "hangs: no progress for 9.0 s"))
         elif node.spawners:
             self.rng.choice([*node.spawners.values()]).die()
 

@@ -423,7 +423,7 @@ class NodeModel:
             own = (
                 worker.sent is not None
                 or worker.error is not None
-                or worker.cause in ("unready", "silent", "torn")
+                or worker.cause in ("unready", "silent", "torn", "hung")
             )
             assert own, f"{worker.who} is killed for a peer"
 

@@ -133,6 +133,7 @@ ACCIDENTS = (
     "spawner_hangs",
     "spawner_killed",
     "spawner_killed",
+    "worker_hangs",
 )
 
 

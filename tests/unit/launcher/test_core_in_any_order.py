@@ -13,6 +13,7 @@ from unirun.launcher.events import (
     CallLater,
     Event,
     FromSpawner,
+    Hung,
     Instruction,
     Launch,
     Leave,
@@ -112,6 +113,7 @@ class RandomHistory:
             choices += [
                 LinkMessage(one.id, Hello(one.who)),
                 LinkClosed(one.id),
+                Hung(one.id, "hangs"),
             ]
             choices.append(LinkMessage(one.id, MasterRequest(rng.randrange(100), "load_state")))
         if self.timers:

@@ -24,6 +24,7 @@ class _Question(Value):
     nodes."""
 
     number: int
+    evidence: bool
     missing: frozenset[str]
     ranks: tuple[tuple[str, RankProgress], ...] = ()
 
@@ -63,16 +64,17 @@ class HangWatch:
 
     def late(self, report: Late) -> None:
         """A rank of a role is late: ask for all of them, unless that is under way."""
-        role = report.role
-        if role in self._questions:
-            return
+        if report.role not in self._questions:
+            self._ask(report.role, evidence=False)
+
+    def _ask(self, role: str, *, evidence: bool) -> None:
         nodes = [node for node in self._nodes_of(role) if node in self._agents]
         if not nodes:
             return
         self._asked += 1
-        self._questions[role] = _Question(self._asked, frozenset(nodes))
+        self._questions[role] = _Question(self._asked, evidence, frozenset(nodes))
         for node in nodes:
-            self._agents[node].send(AskProgress(role, evidence=self._spec_of(role).hang_timeout > 0))
+            self._agents[node].send(AskProgress(role, evidence))
         asyncio.get_running_loop().call_later(ANSWER_TIMEOUT, self._time_out, role, self._asked)
 
     def answered(self, answer: Progress) -> None:
@@ -82,7 +84,7 @@ class HangWatch:
             return
         ranks = (*question.ranks, *((answer.node, rank) for rank in answer.ranks))
         missing = question.missing - {answer.node}
-        self._questions[answer.role] = _Question(question.number, missing, ranks)
+        self._questions[answer.role] = _Question(question.number, question.evidence, missing, ranks)
         if not missing:
             self._decide(answer.role)
 
@@ -92,11 +94,15 @@ class HangWatch:
             self._decide(role)
 
     def _decide(self, role: str) -> None:
-        """Order the end of the ranks that hang; or say which are late, if that has not been said lately."""
+        """Let all ranks leave evidence if some hang, and order the end of those that still do then. Otherwise say
+        which are late, if that has not been said lately."""
         question = self._questions.pop(role)
         spec, ranks = self._spec_of(role), [rank for _, rank in question.ranks]
         limits = HangTimeouts(spec.hang_timeout, spec.first_step_timeout)
         verdict = judge(ranks, limits) if limits.timeout else None
+        if verdict is not None and verdict.hung and not question.evidence:
+            self._ask(role, evidence=True)
+            return
         if verdict is not None and verdict.hung:
             self._said.pop(role, None)
             for node, rank in question.ranks:

@@ -500,7 +500,8 @@ class Master:
 
     def _nodes_of(self, role: str) -> set[str]:
         """The nodes that have live ranks of `role`."""
-        return {worker.node for worker in self._state.roles[role].workers if worker.live}
+        found = self._state.roles.get(role)
+        return {worker.node for worker in found.workers if worker.live} if found is not None else set()
 
     def _late(self, role: str, text: str) -> None:
         """Report that ranks of a role make no progress."""
