@@ -18,8 +18,8 @@ from tests.integration.harness import Unirun
 from tests.waiting import WAIT_TIMEOUT
 from unirun import train
 from unirun.errors import TrainingFailed, UsageError
+from unirun.roles.interruption import INTERRUPT
 from unirun.train import Trainer
-from unirun.train.worker import INTERRUPT
 
 pytestmark = pytest.mark.usefixtures("warm_functions")
 

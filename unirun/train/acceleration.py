@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from unirun.errors import UsageError
+from unirun.roles.nested import rebuilt
 from unirun.train.checkpoints import unwrapped
 from unirun.train.data import Loader
-from unirun.train.nested import rebuilt
 from unirun.train.session import in_worker, session
 
 M = TypeVar("M", bound=nn.Module)

@@ -21,6 +21,8 @@ from torch.utils.data import DataLoader
 
 from unirun.errors import UsageError
 from unirun.roles.calls.codec import dump
+from unirun.roles.interruption import Interrupted
+from unirun.roles.nested import mapped
 from unirun.train.checkpoints import (
     CheckpointWriter,
     Folder,
@@ -36,7 +38,6 @@ from unirun.train.checkpoints import (
 )
 from unirun.train.data import Consumed, Loader, Shard, sharded
 from unirun.train.lockstep import Reported
-from unirun.train.nested import mapped
 from unirun.wire.progress import page
 from unirun.wire.reporting import report as report_error
 
@@ -48,11 +49,6 @@ SAVE_SECONDS = 1800.0
 
 RESERVED = "_"
 """The first character of the names of metrics that unirun adds."""
-
-
-class Interrupted(BaseException):
-    """The run is over for this rank: another one has failed or was lost, or the driver has ended it. Raised in the
-    user's function, which has no reason to catch it."""
 
 
 class Session:

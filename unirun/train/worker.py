@@ -10,20 +10,20 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
 
 from unirun.errors import TrainingFailed, UsageError
 from unirun.roles import BaseWorkload, MasterHandle, init, trainer_invocation
+from unirun.roles.interruption import Interrupted, MainThread
+from unirun.roles.nested import mapped
 from unirun.roles.process_groups import process_groups
 from unirun.train.backends import find_backend
 from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Info, unwrapped
 from unirun.train.lockstep import Reported
 from unirun.train.losses import loader_loss
-from unirun.train.nested import mapped
-from unirun.train.session import Interrupted, Session, enter
+from unirun.train.session import Session, enter
 from unirun.values import Value
 from unirun.wire.progress import page
 
@@ -47,12 +47,6 @@ def show_cell(function: Program, lines: list[str]) -> None:
         file = function.__code__.co_filename
         linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
 
-
-INTERRUPT = signal.SIGRTMIN + 7
-"""The signal that interrupts a function in the main thread. Nobody else uses it, and its number says nothing."""
-
-INTERRUPT_RETRY_INTERVAL = 0.05
-"""Seconds between two signals to the main thread, until the function that runs there has noticed its interruption."""
 
 OVER = 1 << 62
 """After every attempt."""
@@ -102,12 +96,12 @@ class TrainWorker(BaseWorkload):
         self._ending: threading.Thread | None = None
         self._ended: dict[int, str] = {}
         self._met = (0, 0)
-        self._calling = self._in_function = False
+        self._calling = False
         self._instance: Any = None
 
     def setup(self) -> None:
         """Let the backend begin, and listen for interrupts."""
-        signal.signal(INTERRUPT, self._interrupted)
+        self._main = MainThread()
         init().peers.when_changed(self._look)
         self._backend.on_start(self.rank, self.world_size)
 
@@ -210,7 +204,7 @@ class TrainWorker(BaseWorkload):
                 return
             session.interrupt(reason)
             if self._calling:
-                self._wake(session)
+                self._main.wake(session.check)
                 # In a thread: a group over nccl may take long to end.
                 self._ending = threading.Thread(target=_end_groups, name="unirun-interrupt", daemon=True)
                 self._ending.start()
@@ -299,12 +293,7 @@ class TrainWorker(BaseWorkload):
         enter(session)
         page().begin()
         try:
-            try:
-                self._in_function = True
-                session.check()
-                result = program()
-            finally:
-                self._in_function = False
+            result = self._main.run(program, session.check)
             session.finish()
             return result
         except Interrupted as error:
@@ -352,44 +341,14 @@ class TrainWorker(BaseWorkload):
         peers = init().peers
         lost = peers.known(peers.role).generation > peers.generation
         session = self._session
-        if lost and session is not None and self._in_function and not session.interrupted:
+        if lost and session is not None and self._main.runs(session.check) and not session.interrupted:
             session.interrupt("another rank was lost")
-            self._wake(session)
-
-    def _wake(self, session: Session) -> None:
-        """Let the main thread notice that `session` is interrupted, whatever it waits for. A signal that comes just
-        before a system call does not end that, so it is sent until the function has noticed."""
-        if session is not self._session or not self._in_function:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT)
-        threading.Timer(INTERRUPT_RETRY_INTERVAL, self._wake, [session]).start()
-
-    def _interrupted(self, signum: int, frame: FrameType | None) -> None:
-        session = self._session
-        if not self._in_function or session is None or not session.interrupted:
-            return
-        if _imports(frame):
-            # A module that was imported in part would stay so in this process.
-            return
-        # Once: what the function does to clean up is not interrupted.
-        self._in_function = False
-        session.check()
+            self._main.wake(session.check)
 
 
 def _returned(result: Any) -> Any:
     """`result` without the wrappers of DistributedDataParallel, as the driver is in no process group."""
     return mapped(unwrapped, result)
-
-
-def _imports(frame: FrameType | None) -> bool:
-    """Return True if the function is importing a module."""
-    own = TrainWorker._call.__code__
-    while frame is not None and frame.f_code is not own:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _end_groups() -> None:

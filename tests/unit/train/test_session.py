@@ -17,11 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun import train
 from unirun.errors import EncodingError, UsageError
+from unirun.roles.interruption import Interrupted
 from unirun.train import session as sessions
 from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Manifest
 from unirun.train.data import Consumed
 from unirun.train.lockstep import Reported
-from unirun.train.session import Interrupted, Session
+from unirun.train.session import Session
 
 
 class Losses:

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from unirun.errors import UsageError
+from unirun.roles.nested import mapped
 from unirun.train.checkpoints.folder import INDEX, PRIVATE, STATE, Folder, Manifest, Summed
-from unirun.train.nested import mapped
 from unirun.weights.tensors import COMPILED, by_original_name, original_name
 
 SMALL = 1 << 14

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from unirun.train.nested import mapped
+from unirun.roles.nested import mapped
 
 
 class Pair(NamedTuple):

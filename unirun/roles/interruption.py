@@ -1,0 +1,73 @@
+"""The interruption of a user's function that runs in the main thread, whatever it waits for, when a peer is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
+
+INTERRUPT = signal.SIGRTMIN + 7
+"""The signal that interrupts a function in the main thread. Nobody else uses it, and its number says nothing."""
+
+INTERRUPT_RETRY_INTERVAL = 0.05
+"""Seconds between two signals to the main thread, until the function that runs there has noticed its interruption."""
+
+
+class Interrupted(BaseException):
+    """The function is over for this rank: another one has failed or was lost, or the driver has ended it. Raised in the
+    user's function, which has no reason to catch it."""
+
+
+class MainThread:
+    """The function that runs in the main thread, as other threads interrupt it."""
+
+    def __init__(self) -> None:
+        """Listen for the signal. Raises ValueError in any other thread than the main one."""
+        self._check: Callable[[], None] | None = None
+        signal.signal(INTERRUPT, self._signalled)
+
+    def run(self, function: Callable[[], T], check: Callable[[], None]) -> T:
+        """Call `function`. `check`, which raises `Interrupted` when it is due, is called now and after `wake`."""
+        try:
+            self._check = check
+            check()
+            return function()
+        finally:
+            self._check = None
+
+    def runs(self, check: Callable[[], None]) -> bool:
+        """Return True while the function with this `check` runs, and has not been interrupted."""
+        return self._check == check
+
+    def wake(self, check: Callable[[], None]) -> None:
+        """Let the function with this `check` notice that it is interrupted. A signal that comes just before a system
+        call does not end that, so it is sent until the function has noticed."""
+        if not self.runs(check):
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT)
+        threading.Timer(INTERRUPT_RETRY_INTERVAL, self.wake, [check]).start()
+
+    def _signalled(self, signum: int, frame: FrameType | None) -> None:
+        check = self._check
+        if check is None or _imports(frame):
+            # A module that was imported in part would stay so in this process.
+            return
+        # Once: what the function does to clean up is not interrupted.
+        self._check = None
+        check()
+        self._check = check
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Return True if the function is importing a module."""
+    while frame is not None and frame.f_code is not MainThread.run.__code__:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
