@@ -25,7 +25,13 @@ parts work together is in the [tutorial](../tutorial.md), in [calls.md](../calls
 PAGES = {
     "calls": (
         "Workers, groups and calls",
-        ["Context of a worker", "Workloads", "Trainers", "Role groups and their results"],
+        [
+            "Context of a worker",
+            "Scripts that survive",
+            "Workloads",
+            "Trainers",
+            "Role groups and their results",
+        ],
     ),
     "weights": ("Weights and queues", ["Weights", "Queues"]),
     "engines": ("Engines", ["Engines"]),
@@ -58,6 +64,7 @@ SECTIONS = {
         "progress",
         "allowance",
     ],
+    "Scripts that survive": ["resilient", "ResilientState"],
     "Workloads": ["BaseWorkload", "trainer_invocation", "MasterHandle"],
     "Trainers": ["BaseTrainer", "run_in_process"],
     "Role groups and their results": [

@@ -107,15 +107,15 @@ def decide(
         return _move(loss, role)
     if loss.taken:
         others = f"{loss.what}, as another process listens on its port; it gets another one, at no cost"
-        return Decision("restart_role" if role.restart == "role" else "restart_worker", others, free=True)
+        return Decision("restart_worker" if role.in_place else "restart_role", others, free=True)
     if rank is not None and rank.left <= 0:
         loss = replace(loss, what=f"{loss.what}; {rank.used_up(loss.who)}", together=True)
-        if role.restart == "role":
+        if not role.in_place:
             return _above_the_role(loss.what, job, EXIT_BUDGET)
     if budget.left <= 0:
         return _without_budget(loss, budget, job)
     restart = f"{loss.what}; {budget}"
-    if role.restart == "role" or loss.together:
+    if not role.in_place or loss.together:
         others = f", with {loss.who} elsewhere" if loss.elsewhere else ""
         return Decision("restart_role", f"{restart} of role {loss.role}{others}")
     if not loss.ranks:
@@ -128,7 +128,7 @@ def decide(
 
 def _move(loss: Loss, role: RoleState) -> Decision:
     """The decision when ranks leave because somebody has asked for that."""
-    if role.restart == "role" or loss.together:
+    if not role.in_place or loss.together:
         others = f", with {loss.who} elsewhere" if loss.elsewhere else ""
         return Decision("restart_role", f"{loss.what}; role {loss.role} starts again{others}", free=True)
     others = f", {_survivors(role)}" if role.grouped else ""

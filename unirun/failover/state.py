@@ -301,6 +301,7 @@ class WorkerState(Value, omit_defaults=True):
     its node. `health` is what the probe of a program says. A program is not started again before `due`;
     `paid` are the times of the latest restarts of a rank that has a budget of its own. `new_ports`
     counts how often another process had its port. `fault` is the id of the event that has injected a fault into it.
+    `resilient`: it is in a function that survives the loss of a peer, has left it, or (None) has not entered it.
     """
 
     rank: int
@@ -323,6 +324,7 @@ class WorkerState(Value, omit_defaults=True):
     new_ports: int = 0
     paid: tuple[float, ...] = ()
     fault: str = ""
+    resilient: bool | None = None
 
     @property
     def place(self) -> RankAddress | None:
@@ -448,6 +450,13 @@ class RoleState(Value):
     def has_done_its_work(self) -> bool:
         """True if every rank has succeeded."""
         return all(well for _, _, well in self.workers.counts)
+
+    @property
+    def in_place(self) -> bool:
+        """True if lost ranks start again alone, and the others keep their memory: by the role's spec, or as the others
+        are in a function that survives, which none of them has left."""
+        inside = {worker.resilient for worker in self.workers if worker.live or worker.ended_well}
+        return self.restart == "process" or (True in inside and False not in inside)
 
     @property
     def grouped(self) -> bool:

@@ -60,6 +60,7 @@ from unirun.wire.reports import (
     Metrics,
     Notice,
     Placed,
+    Resilient,
     Serving,
     SpawnerReady,
     StoreEnded,
@@ -116,6 +117,9 @@ def _handle(draft: JobDraft, event: Event) -> None:
             _serving(draft, who, said)
         case FromWorker(who, GroupFormed() as said):
             _formed(draft, who, said)
+        case FromWorker(who, Resilient(inside)):
+            if (worker := draft.find(who)) is not None:
+                draft.put_worker(who.role, replace(worker, resilient=inside))
         case FromWorker(who, Metrics() as said):
             _metrics(draft, who, said)
         case FromWorker(who, Calls() as said):

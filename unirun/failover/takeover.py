@@ -180,6 +180,7 @@ def _as_held(role: RoleState, worker: WorkerState, known: HeldWorker, *, member:
         phase=phase,
         pid=known.pid,
         health=known.health,
+        resilient=known.resilient,
         generation=max(worker.generation, min(known.generation, role.generation)),
         addresses=known.addresses,
         recoverable=known.recoverable if known.serving else worker.recoverable,

@@ -223,6 +223,8 @@ def _fatal(spec: RoleSpec, event: WorkerExited, end: Exit) -> int:
 def _loss(role: RoleState, spec: RoleSpec, worker: WorkerState, event: WorkerExited, end: Exit) -> Loss:
     """The loss of `worker` (its state before it ended) for the policy."""
     in_past = not role.is_program and max(worker.generation, event.met) < role.generation
+    # Where its peers are in a function that survives, a rank that has not entered it cannot form the next generation.
+    enters = role.restart == "role" and role.in_place and worker.resilient is None
     what = f"{event.worker} {end.predicate}"
     if event.cause in ("unready", "silent", "torn", "hung"):
         what = f"{event.worker} {event.note}"
@@ -237,7 +239,7 @@ def _loss(role: RoleState, spec: RoleSpec, worker: WorkerState, event: WorkerExi
         permanent=event.cause == "unready"
         or (event.error is not None and event.error.permanent)
         or (role.is_program and end.code in NOT_EXECUTED),
-        stale=in_past and (event.cause == "stuck" or not role.up(worker)),
+        stale=in_past and (event.cause == "stuck" or enters or not role.up(worker)),
         fatal=_fatal(spec, event, end),
         taken=event.taken and worker.new_ports < NEW_PORTS,
     )
@@ -299,7 +301,7 @@ def store_ended(draft: JobDraft, event: StoreEnded) -> None:
     draft.record(
         "store", f"the store of role {role.name}, generation {role.generation}: {event.reason}", role.name
     )
-    in_place = role.restart == "process" and role.phase in ROLE_WORKS
+    in_place = role.in_place and role.phase in ROLE_WORKS
     if in_place and role.phase is RolePhase.RUNNING:
         if any(worker.ended_well for worker in role.workers):
             return

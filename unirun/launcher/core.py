@@ -83,6 +83,7 @@ from unirun.wire.reports import (
     Metrics,
     Notice,
     Reaped,
+    Resilient,
     Serving,
     SpawnerReady,
     SpawnFailed,
@@ -237,6 +238,9 @@ def from_worker(state: AgentState, event: LinkMessage) -> tuple[AgentState, list
             return state.with_worker(replace(worker, met=max(generation, worker.met))), []
         case ViewWanted():
             return state, [ToLink(worker.id, whole(state.view))] if state.view is not None else []
+        case Resilient(inside):
+            state = state.with_worker(replace(worker, resilient=inside))
+            return state, [ToMaster(FromWorker(worker.who, event.message))]
         case Stuck():
             return _end_stuck(state, worker, event.message)
         case Notice():
@@ -286,7 +290,7 @@ def _is_replaced_alone(state: AgentState, worker: Worker) -> bool:
     A trainer that is not recoverable is not restarted: the job ends with it.
     """
     lasting = worker.request.kind == "trainer" and not (worker.serving and worker.serving.recoverable)
-    return worker.who.role in state.in_place and not lasting
+    return state.survives(worker.who.role) and not lasting
 
 
 def _end_stuck(state: AgentState, worker: Worker, told: Stuck) -> tuple[AgentState, list[Command]]:
@@ -486,7 +490,7 @@ def _launch(state: AgentState, event: Launch) -> tuple[AgentState, list[Command]
             commands.append(ToSpawner(worker.spawner, worker.request))
         state = state.with_worker(worker)
         store = state.stores.get(worker.who.role)
-        if store is not None and store.ended is not None and worker.who.role not in state.in_place:
+        if store is not None and store.ended is not None and not state.survives(worker.who.role):
             state, more = _lose_store(state, worker, store.ended)
             commands += more
     return state, commands
@@ -650,7 +654,7 @@ def _store_ended(state: AgentState, event: StoreEnded) -> tuple[AgentState, list
         return state, []
     state = replace(state, stores={**state.stores, event.role: replace(store, ended=event)})
     commands: list[Command] = [ToMaster(event)]
-    if event.role in state.in_place:
+    if state.survives(event.role):
         return state, commands
     for worker in state.workers.values():
         if worker.who.role == event.role and worker.sent is None:

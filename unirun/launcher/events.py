@@ -85,6 +85,7 @@ class Worker(Value):
     url: str = ""
     companion: str = ""
     current: bool = False
+    resilient: bool | None = None
 
 
 class Launch(Value):
@@ -435,10 +436,10 @@ def end_of(code: int) -> str:
 class AgentState(Value):
     """The state of an agent. `spawners`: whether each is ready; `stores`: the last requested store of each role.
 
-    `in_place`: the roles whose workers survive the loss of a peer or of the store; `companions`: those that bring
-    weights into engines. `epoch` is the term of the latest master. `launched` is the last ordered incarnation of each
-    rank. `ended` are exits without an acknowledgement, `asks` requests of workers without an answer. `ending` is the
-    decided end of the job, from a master that could not write it to the store.
+    `in_place`: the roles whose workers survive the loss of a peer or of the store, by their spec; `companions`: those
+    that bring weights into engines. `epoch` is the term of the latest master. `launched` is the last ordered
+    incarnation of each rank. `ended` are exits without an acknowledgement, `asks` requests of workers without an
+    answer. `ending` is the decided end of the job, from a master that could not write it to the store.
     """
 
     node: str
@@ -458,6 +459,10 @@ class AgentState(Value):
     def with_worker(self, worker: Worker) -> AgentState:
         """This state with one worker replaced."""
         return replace(self, workers={**self.workers, worker.id: worker})
+
+    def survives(self, role: str) -> bool:
+        """Return True if workers of `role` survive the loss of a peer or of the store."""
+        return role in self.in_place or any(w.who.role == role and w.resilient for w in self.workers.values())
 
     def find(self, role: str, rank: int) -> Worker | None:
         """The worker of a rank, or None."""
@@ -489,4 +494,5 @@ def held(worker: Worker) -> HeldWorker:
         recoverable=serving is not None and serving.recoverable,
         calls=worker.calls,
         health=worker.health,
+        resilient=worker.resilient,
     )

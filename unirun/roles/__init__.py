@@ -5,6 +5,7 @@ from unirun.roles.calls.group import RemoteMethod, RoleGroup, WorkerHandle, trai
 from unirun.roles.calls.policy import replicate, shard
 from unirun.roles.context import Context, Member, init, rpc_name, serve
 from unirun.roles.inprocess import run_in_process
+from unirun.roles.resilient import ResilientState, resilient
 from unirun.roles.workload import BaseTrainer, BaseWorkload, MasterHandle, Workload
 
 __all__ = [
@@ -15,11 +16,13 @@ __all__ = [
     "MasterHandle",
     "Member",
     "RemoteMethod",
+    "ResilientState",
     "RoleGroup",
     "WorkerHandle",
     "Workload",
     "init",
     "replicate",
+    "resilient",
     "rpc_name",
     "run_in_process",
     "serve",

@@ -167,6 +167,15 @@ class Formation:
         """
         self._meet(name)
 
+    def leave_to_user(self) -> None:
+        """Let the user's code form the default group of the next generation, and not `follow`."""
+        self._groups.default = None
+
+    def store(self, prefix: str, timeout: timedelta) -> Any:
+        """A client of the role's store, in which it has its own keys. Raises torch's `DistError`."""
+        address, port = split_endpoint(self._peers.known(self._peers.role).endpoint)
+        return dist.PrefixStore(prefix, self._connect(address, port, timeout))
+
     def _meet(self, prefix: str) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -174,12 +183,12 @@ class Formation:
         info = self._peers.known(self._peers.role)
         address, port = split_endpoint(info.endpoint)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
-        made = self._groups.default
-        if made is None:
-            return
         # torch names a group after the number of groups so far, failed ones included. A rank that has failed once would
         # wait for the others under another name.
         c10d._world.group_count = 0
+        made = self._groups.default
+        if made is None:
+            return
         store = dist.PrefixStore(prefix, self._connect(address, port, made["timeout"]))
         dist.init_process_group(**made, store=store, rank=self._peers.rank, world_size=info.world_size)
 

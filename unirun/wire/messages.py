@@ -3,12 +3,12 @@
 ============  =======================================================================
 agent→master  Join Heartbeat SpawnerReady StoreOpened StoreEnded Notice Sample Steps Late Progress Knock
               ViewWanted Placed
-              WorkerStarted WorkerRunning WorkerExited FromWorker (Serving Listening GroupFormed Metrics Calls
-              MasterRequest Health)
+              WorkerStarted WorkerRunning WorkerExited FromWorker (Serving Listening GroupFormed Resilient Metrics
+              Calls MasterRequest Health)
 master→agent  Appointed Heartbeat OpenStore Reserve StartRole StopWorkers PassOn Inject ExitAck View MasterReply
               Shutdown AskProgress EndHung
-worker→agent  Hello Serving Listening GroupMeets GroupFormed Stuck Metrics Calls MasterRequest WorkerError ViewWanted
-              EngineWeights ProgressPage
+worker→agent  Hello Serving Listening GroupMeets GroupFormed Resilient Stuck Metrics Calls MasterRequest WorkerError
+              ViewWanted EngineWeights ProgressPage
 agent→worker  Welcome View MasterReply LocalEngines
 CLI→master    Attach Stop PassOn Drain Inject Heartbeat
 master→CLI    Heartbeat WorkerOutput RoleChanged Notice Drained Injected Ended

@@ -255,6 +255,12 @@ class Stuck(Message):
     stack: str
 
 
+class Resilient(Message):
+    """A worker is `inside` a function that survives the loss of a peer (`unirun.resilient`), or has left it."""
+
+    inside: bool
+
+
 class Metrics(Message):
     """Metrics of a worker by name, taken at `time` in seconds since the epoch. None stands for nan and infinities."""
 
@@ -302,7 +308,7 @@ class FromWorker(Message):
     """A worker's message that its agent forwards to the master."""
 
     worker: WorkerId
-    message: Serving | Listening | GroupFormed | Metrics | Calls | MasterRequest | Health
+    message: Serving | Listening | GroupFormed | Resilient | Metrics | Calls | MasterRequest | Health
 
 
 class WorkerError(Message):
@@ -344,7 +350,8 @@ class HeldWorker(Value):
     """A worker as its agent knows it; `exit` is set until a master acknowledges it.
 
     `generation` and `calls` are those it reported last; `addresses` are those of `Serving` and `Listening`, and
-    `recoverable` is as in `Serving`. `health` is that of a program with a probe.
+    `recoverable` is as in `Serving`. `health` is that of a program with a probe. `resilient` is as in `Resilient`, None
+    for a worker that was not inside yet.
     """
 
     worker: WorkerId
@@ -357,6 +364,7 @@ class HeldWorker(Value):
     exit: WorkerExited | None = None
     calls: tuple[CallCount, ...] = ()
     health: Health | None = None
+    resilient: bool | None = None
 
 
 class Ending(Value):

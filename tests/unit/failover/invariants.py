@@ -22,7 +22,8 @@ def check_role(role: RoleState, max_restarts: int, *, has_window: bool = False) 
     hold(role.phase not in ROLE_ENDS or not role.living, f"is {role.phase} and has live workers")
     hold(role.phase is not RolePhase.RUNNING or role.settled, f"is running with {role.running} ranks")
     hold(role.phase is not RolePhase.REFORMING or not role.settled, "is reforming and complete")
-    hold(role.phase is not RolePhase.REFORMING or role.restart == "process", "reforms, which it cannot")
+    survives = role.restart == "process" or any(worker.resilient is not None for worker in role.workers)
+    hold(role.phase is not RolePhase.REFORMING or survives, "reforms, which it cannot")
     own_budgets = role.is_program and role.restart == "process"
     # Of a role with a window, `paid` are those that count; of others, `restarts` have to.
     paid = max((len(w.paid) for w in role.workers), default=0) if own_budgets else len(role.paid)

@@ -33,6 +33,7 @@ from unirun.wire.reports import (
     Notice,
     OpenStore,
     Reaped,
+    Resilient,
     Serving,
     Spawn,
     SpawnerReady,
@@ -277,6 +278,16 @@ class TestAStoreThatDies:
         agent.on(store(generation=1)).spawner(StoreOpened("actor", 1))
         assert agent.commands == [ToMaster(StoreOpened("actor", 1))]
         assert agent.spawner(StoreEnded("actor", 0, 5.0, "late")).commands == []
+
+    def test_a_store_that_dies_spares_the_workers_when_some_are_in_a_resilient_function(self) -> None:
+        agent = Agent().alive().on(LinkMessage(1, Resilient(inside=True)))
+        assert agent.spawner(StoreEnded("actor", 0, 5.0, "x")).sent(Kill) == []
+        agent = (
+            Agent()
+            .alive()
+            .on(LinkMessage(1, Resilient(inside=True)), LinkMessage(1, Resilient(inside=False)))
+        )
+        assert agent.spawner(StoreEnded("actor", 0, 5.0, "x")).sent(Kill) == [Kill(1, KILL), Kill(2, KILL)]
 
     def test_a_store_that_died_is_opened_again_by_the_ready_spawner(self) -> None:
         agent = Agent(in_place=frozenset({"actor"})).alive().on(SpawnerDown(TORCH, "x", 5.0))

@@ -18,6 +18,7 @@ from unirun.values import WorkerId
 from unirun.wire.messages import ExitAck, Hello, RoleView, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
     Forked,
+    FromWorker,
     GroupFormed,
     HeldWorker,
     Listening,
@@ -25,6 +26,7 @@ from unirun.wire.reports import (
     Metrics,
     OpenStore,
     Reaped,
+    Resilient,
     Serving,
     Spawn,
     SpawnerReady,
@@ -70,6 +72,14 @@ class TestAWorkerThatIsHeld:
         agent = Agent().alive(1)
         says(agent, 1, GroupFormed(4), GroupFormed(2))
         assert workers(agent)[0].generation == 4
+
+    def test_a_held_worker_is_inside_a_resilient_function_or_has_left_it(self) -> None:
+        agent = Agent().alive(1)
+        assert workers(agent)[0].resilient is None
+        for inside in (True, False):
+            told = ToMaster(FromWorker(WorkerId("actor", 0, 0), Resilient(inside)))
+            assert says(agent, 1, Resilient(inside)).commands == [told]
+            assert workers(agent)[0].resilient is inside
 
     def test_a_held_worker_has_the_addresses_that_it_reported(self) -> None:
         agent = Agent().alive(1)

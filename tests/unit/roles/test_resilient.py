@@ -1,0 +1,71 @@
+"""`ResilientState`, and `resilient` without a launcher."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import unirun
+from unirun.errors import UsageError
+from unirun.roles.resilient import ResilientState
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    return model, torch.optim.Adam(model.parameters(), 0.1)
+
+
+class TestState:
+    def test_nothing_is_loaded_before_something_is_saved(self) -> None:
+        assert ResilientState().load(model=made()[0]) == {}
+
+    def test_models_and_optimizers_go_on_from_what_was_saved_however_often_it_is_loaded(self) -> None:
+        state, (model, optimizer) = ResilientState(), made()
+        trained(model, optimizer)
+        state.save(model=model, optimizer=optimizer, step=1)
+        trained(model, optimizer)
+        expected = {name: each.clone() for name, each in model.state_dict().items()}
+        for _ in range(2):
+            model, optimizer = made()
+            assert state.load(model=model, optimizer=optimizer) == {"step": 1}
+            trained(model, optimizer)
+            assert all(torch.equal(each, expected[name]) for name, each in model.state_dict().items())
+
+    def test_plain_data_and_tensors_are_copies(self) -> None:
+        state, rows, weights = ResilientState(), [1, [2]], torch.zeros(2)
+        state.save(rows=rows, weights=weights)
+        rows.append(3)
+        weights += 1
+        first = state.load()
+        assert first["rows"] == [1, [2]]
+        first["weights"] += 1
+        assert torch.equal(state.load()["weights"], torch.zeros(2))
+
+    def test_a_save_that_fails_leaves_the_one_before(self) -> None:
+        class Sharded(torch.Tensor):
+            placements = ()
+
+        state = ResilientState()
+        state.save(step=1)
+        with pytest.raises(UsageError, match="sharded tensor"):
+            state.save(step=2, weights=torch.zeros(2).as_subclass(Sharded))
+        assert state.load() == {"step": 1}
+
+
+class TestResilientWithoutALauncher:
+    def test_the_function_is_called_with_a_state_before_its_arguments(self) -> None:
+        @unirun.resilient
+        def train(state: unirun.ResilientState, first: int, *, second: int) -> tuple[int, int, int]:
+            """Train."""
+            return state.generation, first, second
+
+        assert train(1, second=2) == train(1, second=2) == (0, 1, 2)
+        assert train.__doc__ == "Train."
