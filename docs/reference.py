@@ -27,7 +27,7 @@ PAGES = {
         "Workers, groups and calls",
         [
             "Context of a worker",
-            "Scripts that survive",
+            "Scripts that survive, and stop together",
             "Workloads",
             "Trainers",
             "Role groups and their results",
@@ -64,7 +64,7 @@ SECTIONS = {
         "progress",
         "allowance",
     ],
-    "Scripts that survive": ["resilient", "ResilientState"],
+    "Scripts that survive, and stop together": ["resilient", "ResilientState", "should_stop"],
     "Workloads": ["BaseWorkload", "trainer_invocation", "MasterHandle"],
     "Trainers": ["BaseTrainer", "run_in_process"],
     "Role groups and their results": [

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         run_in_process,
         serve,
         shard,
+        should_stop,
         trainer_invocation,
         wait,
     )
@@ -97,6 +98,7 @@ __all__ = [
     "run_in_process",
     "serve",
     "shard",
+    "should_stop",
     "trainer_invocation",
     "wait",
 ]

@@ -146,6 +146,7 @@ def run(kind: str, target: str, args: tuple[str, ...]) -> None:
             _run_module("unirun.roles", (kind, target, *args))
         else:
             _run_script(target, args)
+        _leave_as_told()
         return
     except SystemExit:
         raise
@@ -160,6 +161,13 @@ def run(kind: str, target: str, args: tuple[str, ...]) -> None:
         sys.excepthook = _show_nothing
         raise uncaught
     raise SystemExit(1)
+
+
+def _leave_as_told() -> None:
+    """Raise SystemExit with 143 if the script has ended because `unirun.should_stop` said so."""
+    stopping = sys.modules.get("unirun.roles.stopping")
+    if stopping is not None and stopping.has_stopped():
+        raise SystemExit(stopping.TOLD)
 
 
 def _run_script(path: str, args: tuple[str, ...]) -> None:

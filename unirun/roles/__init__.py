@@ -5,7 +5,8 @@ from unirun.roles.calls.group import RemoteMethod, RoleGroup, WorkerHandle, trai
 from unirun.roles.calls.policy import replicate, shard
 from unirun.roles.context import Context, Member, init, rpc_name, serve
 from unirun.roles.inprocess import run_in_process
-from unirun.roles.resilient import ResilientState, resilient
+from unirun.roles.stopping import should_stop
+from unirun.roles.surviving import ResilientState, resilient
 from unirun.roles.workload import BaseTrainer, BaseWorkload, MasterHandle, Workload
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "run_in_process",
     "serve",
     "shard",
+    "should_stop",
     "trainer_invocation",
     "wait",
 ]

@@ -8,7 +8,7 @@ from torch import nn
 
 import unirun
 from unirun.errors import UsageError
-from unirun.roles.resilient import ResilientState
+from unirun.roles.surviving import ResilientState
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
