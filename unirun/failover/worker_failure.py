@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from unirun.collocation import Placement
 from unirun.errors import EXIT_FAILURE, EXIT_RENDEZVOUS, IllegalTransition
 from unirun.failover.budgets import budget_above, budget_for, budget_of_rank, with_payment
+from unirun.failover.diagnosis import is_consequence
 from unirun.failover.draft import JobDraft, ToWatchers
 from unirun.failover.generations import clear_the_way
 from unirun.failover.moving import moves, place_elsewhere, tell_move
@@ -30,7 +31,6 @@ from unirun.failover.restart_or_end import (
     end_job,
     form_anew,
     give_up,
-    is_consequence,
     restart,
     restart_job,
     stop_groups,

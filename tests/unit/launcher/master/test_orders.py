@@ -61,7 +61,19 @@ WORDS = {
 
 KINDS = {
     *("join", "formed", "store", "stop", "agent_lost", "notice", "running", "role", "restart"),
-    *("start", "exit", "failure", "cause", "started", "decision", "affected", "move", "stopping", "end"),
+    *(
+        "start",
+        "exit",
+        "failure",
+        "cause",
+        "started",
+        "decision",
+        "affected",
+        "move",
+        "stopping",
+        "end",
+        "taint",
+    ),
 }
 """The names of the events of the log, for readers."""
 
