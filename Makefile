@@ -96,6 +96,7 @@ check: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/python docs/reference.py docs/api
 	$(BIN)/python docs/phases.py docs/phases.md
+	$(BIN)/python docs/failover.py docs/failover.md
 
 # On a bare machine with a GPU: all tests that need one, the contract of devices, NCCL and the figures of the weights
 # channel, in eight minutes. It needs no network, and installs only into a temporary environment. PYTHON=… must have torch

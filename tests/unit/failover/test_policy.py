@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import runpy
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.documents import ROOT, text_of
 from unirun.failover.budgets import LONGEST_DELAY, Budget, budget_of
 from unirun.failover.policy import Loss, decide
 from unirun.failover.state import Ranks, RoleState, WorkerPhase, WorkerState
@@ -305,3 +308,8 @@ class TestAnyLoss:
 
 def unrecoverable(loss: Loss, role: RoleState) -> bool:
     return role.kind == "trainer" and bool(loss.ranks) and not loss.recoverable
+
+
+def test_the_table_of_consequences_is_in_the_documentation() -> None:
+    text = text_of("docs/failover.md")
+    assert runpy.run_path(str(ROOT / "docs/failover.py"))["page"](text) == text, "make docs writes it"
