@@ -31,7 +31,7 @@ def role(kind: str) -> RoleState:
 
 
 Case = tuple[str, Loss, Mapping[str, Budget]]
-"""What has happened, in words and as a loss, and the budgets: those of the role, of the job and of the rank."""
+"""The event in words and as a loss, and the budgets: those of the role, of the job and of the rank."""
 
 ENDED = Loss("ROLE:2 ended with exit code 1", "ROLE", "2", recoverable=True)
 NODE = Loss("the agent of node n1 is gone", "ROLE", "2-3", recoverable=True, elsewhere=True)
@@ -77,7 +77,7 @@ def decided(case: Case, kind: str) -> Decision:
 
 
 def words(decision: Decision, loss: Loss, kind: str) -> str:
-    """What restarts, in words."""
+    """The ranks or roles that restart, in words."""
     others = "" if kind == "service" else "; the others keep their memory"
     where = " elsewhere" if loss.elsewhere else ""
     code = f"exit code {decision.code}" if decision.code else "the exit code of the root cause"

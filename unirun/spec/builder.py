@@ -53,7 +53,7 @@ class WorkloadDraft(Value):
     env: Any = field(default_factory=dict)
     auto_visible_device: bool = True
     needs: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of a role in a job file: ``slots``, ``device``, ``devices``, ``per_group``, ``cpus``, ``memory``."""
+    """Keys of a role in a job file: ``slots``, ``device``, ``devices``, ``per_group``, ``cpus``, ``max_restarts``, …"""
 
     @property
     def takes_slots(self) -> bool:
@@ -80,6 +80,8 @@ class Draft(Value):
     channels: Any = field(default_factory=dict)
     transport: Any = None
     call_timeout: Any = None
+    restarts: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of a job file about restarts."""
     services: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Roles of programs as in a job file, by name."""
 
@@ -122,6 +124,7 @@ def job_mapping(draft: Draft, loaded: Mapping[str, Loaded]) -> dict[str, Any]:
         "channels": dict(draft.channels),
         "transport": draft.transport,
         "call_timeout": draft.call_timeout,
+        **draft.restarts,
     }
     if draft.trainer is not None:
         mapping["trainer"] = draft.trainer.target

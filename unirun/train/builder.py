@@ -190,6 +190,18 @@ class DLJobBuilder:
         """The deadline, in seconds, of calls that have no `timeout` of their own. 1800 by default."""
         return self._say(call_timeout=seconds)
 
+    def job_restarts(
+        self, most: int, *, window: str | float | None = None, delay: str | float | None = None
+    ) -> DLJobBuilder:
+        """The number of restarts of all roles together, which come when those of one are used up (default 0).
+
+        Only those of the last `window` count (seconds, or ``"1h"``). Before the second one there is a back-off of
+        `delay`, before each further one twice as much. Roles that say nothing else have the same `window` and `delay`.
+        """
+        return self._say(
+            restarts={"max_job_restarts": most, **_given(restart_window=window, restart_delay=delay)}
+        )
+
     def build(self) -> Job:
         """Import the classes and functions, check everything, and return the job.
 
@@ -266,6 +278,31 @@ class WorkloadBuilder(DLJobBuilder):
         """The ranks start when all ranks of these roles are ready."""
         return self._need(after=[*roles])
 
+    def restarts(
+        self,
+        most: int | None = None,
+        *,
+        per_rank: int | None = None,
+        window: str | float | None = None,
+        delay: str | float | None = None,
+        fatal_exit_codes: Sequence[int] | None = None,
+    ) -> Self:
+        """The number of restarts of the role, and of those that one of its ranks may cause (`per_rank`).
+
+        Only those of the last `window` count (seconds, or ``"10m"``). Before the second one there is a back-off of
+        `delay`, before each further one twice as much. No restart follows one of the `fatal_exit_codes`.
+        """
+        codes = None if fatal_exit_codes is None else [*fatal_exit_codes]
+        return self._need(
+            **_given(
+                max_restarts=most,
+                rank_restarts=per_rank,
+                restart_window=window,
+                restart_delay=delay,
+                fatal_exit_codes=codes,
+            )
+        )
+
     def env(self, env: Mapping[str, Any]) -> Self:
         """Environment variables of the role's workers. Several calls add up."""
         self._own(env=_merged(self._job._draft.workloads[self._number].env, env))
@@ -302,6 +339,10 @@ def _check_placement(mapping: Mapping[str, Any], nodes: int, devices: int) -> No
         plan(spec, parse_fake(f"fake:nodes={nodes},devices={devices}"), told_topology)
     except PlacementError as error:
         raise SpecError(error.faults or [Fault("placement", error.problem, error.remedy)]) from error
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _merged(old: Any, new: Any) -> Any:

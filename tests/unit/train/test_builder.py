@@ -225,6 +225,18 @@ class TestPlaces:
         judge = job.spec.role("judge")
         assert (judge.cpus, judge.memory) == (96, 2 * 10**12), "what nodes have is known when it starts"
 
+    def test_of_roles_and_of_the_job_may_be_restarts(self) -> None:
+        builder = complete_builder().job_restarts(2, window="1h")
+        builder.workload("rollout", "algo", "Rollout").total(2).per_node(2).restarts(
+            5, per_rank=2, window="10m", delay=1.5, fatal_exit_codes=(2, 77)
+        )
+        spec = builder.with_collocation_all().build().spec
+        actor, rollout = spec.role("actor"), spec.role("rollout")
+        assert (spec.max_job_restarts, spec.restart_window, actor.restart_window) == (2, 3600.0, 3600.0)
+        assert (rollout.max_restarts, rollout.rank_restarts, rollout.restart_window) == (5, 2, 600.0)
+        assert (rollout.restart_delay, rollout.fatal_exit_codes) == (1.5, (2, 77))
+        assert actor.max_restarts == 3
+
     def test_that_there_are_not_are_told(self) -> None:
         apart = complete_builder()
         apart.workload("rollout", "algo", "Rollout").total(2).per_node(2)
