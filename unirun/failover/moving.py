@@ -134,19 +134,30 @@ def placed_again(
 
 
 def place_elsewhere(state: JobState, name: str, rank: int) -> Placement | None:
-    """The placement in which this rank is on another node and all others are where they are; None if there is none."""
-    place = state.placement.of_role(name)[rank]
-    if not state.inventory.nodes or state.role_spec(name).beside is not None:
+    """The placement in which this rank is on another node, and all others are where they are; None if there is none.
+
+    A role that restarts as a whole may leave the node with all of its ranks there, if one alone cannot (``per_node``).
+    """
+    places, spec = state.placement.of_role(name), state.role_spec(name)
+    if not state.inventory.nodes or spec.beside is not None:
         return None
+    found = _without_others(state, [places[rank]])
+    if found is None and state.roles[name].restart == "role":
+        found = _without_others(state, [place for place in places if place.node == places[rank].node])
+    return found
+
+
+def _without_others(state: JobState, leaving: Sequence[Assignment]) -> Placement | None:
+    """The placement in which the ranks at these places of a node are on others; None if further ranks had to move."""
     try:
-        found = _placed(state, closed=(*state.tainted, place.node), leaving=place)
+        found = _placed(state, closed=(*state.tainted, leaving[0].node), leaving=leaving)
     except PlacementError:
         return None
     before, after = state.placement.assignments, found.assignments
     moved = [
         old for old, new in zip(before, after, strict=False) if (old.node, old.own) != (new.node, new.own)
     ]
-    return found if len(before) == len(after) and moved == [place] else None
+    return found if len(before) == len(after) and moved == [*leaving] else None
 
 
 def _placed(
@@ -156,9 +167,9 @@ def _placed(
     most: Mapping[str, int] = MappingProxyType({}),
     *,
     closed: Collection[str] = (),
-    leaving: Assignment | None = None,
+    leaving: Sequence[Assignment] = (),
 ) -> Placement:
-    """As `placed_again`, with no more ranks on `closed` nodes, and the rank at the place `leaving` elsewhere. Raises
+    """As `placed_again`, with no more ranks on `closed` nodes, and the ranks at the places `leaving` elsewhere. Raises
     `PlacementError`."""
     aside = {*aside, *state.draining}
     usable = {*state.without(gone), *gone, *state.placement.lost, *aside}
@@ -168,8 +179,8 @@ def _placed(
         for name, role in state.roles.items()
         if role.phase not in ROLE_ENDS and not _is_given_up(state, role)
     }
-    if leaving is not None:
-        places[leaving.role][leaving.rank] = replace(leaving, node="")
+    for place in leaving:
+        places[place.role][place.rank] = replace(place, node="")
     names = [name for name, found in places.items() if found]
     roles = tuple(_as_it_is(state, state.role_spec(name), len(places[name])) for name in names)
     roles = tuple(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from tests.unit.failover.job import TERM, Job
 from tests.unit.failover.multi_node import gone, nodes, places, ranks
 from tests.unit.failover.services import Services, program
@@ -70,6 +72,18 @@ class TestARank:
             c.node for c in job.commands if isinstance(c, ToAgent) and isinstance(c.message, OpenStore)
         ]
         assert ordered == ["n1"]
+
+    def test_a_rank_that_goes_takes_the_ranks_with_it_that_a_node_has_together(self) -> None:
+        job = Job({"actor": 4}, restarts={"actor": 99}, inventory=nodes(3))
+        spec = job.state.spec
+        role = replace(spec.role("actor"), per_node=2)
+        job.state = replace(job.state, spec=replace(spec, roles=(role,)))
+        job.running()
+        assert places(job) == ["n0", "n0", "n1", "n1"]
+        for _ in range(3):
+            fails(job, 0)
+        assert places(job) == ["n2", "n2", "n1", "n1"]
+        assert job.phases() == {"actor": "running"}
 
     def test_a_rank_stays_when_there_is_no_room_and_that_is_told(self) -> None:
         job = running({"actor": 4})
