@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 
 import pytest
 
@@ -65,3 +66,61 @@ class TestAFault:
         eventually(lambda: state_of(pid) == "T", "the rank is stopped")
         os.kill(pid, signal.SIGCONT)
         end_well(unirun, job)
+
+    @pytest.mark.parametrize(
+        ("fault", "code", "words"), [("exit=3", 3, "exit code 3"), ("oom", 1, "MemoryError: injected")]
+    )
+    def test_a_rank_injects_a_fault_into_itself(
+        self, unirun: Unirun, script: Script, fault: str, code: int, words: str
+    ) -> None:
+        job = unirun.start("--roles", "actor=2", script(SERVE_SCRIPT))
+        job.lines(r"line actor \d", 2)
+        assert unirun("inject", unirun.job_dir().name, "actor:1", "--fault", fault).code == 0
+        end = job.end()
+        assert end.code == code
+        assert "root cause: actor:1" in end.err
+        assert words in end.err
+        assert f"the fault {fault} is injected".encode() in unirun.log("actor", 1, stream="stderr")
+
+    @pytest.mark.parametrize(("fault", "ticks"), [("hang", True), ("hang-gil", False), ("slow=10x", True)])
+    def test_a_rank_that_hangs_or_is_slow_lives_and_its_threads_run_or_not(
+        self, unirun: Unirun, script: Script, fault: str, ticks: bool
+    ) -> None:
+        """
+        1. A rank counts in a thread, and its main thread waits for signals.
+        2. With `hang` the thread goes on, with `hang-gil` it does not, with `slow` it is slow.
+        3. The job can be ended.
+        """
+        count = script(
+            """
+            import threading, time
+            def tick():
+                while True:
+                    print("tick", flush=True)
+                    time.sleep(0.02)
+            threading.Thread(target=tick, daemon=True).start()
+            while True:
+                time.sleep(0.01)
+            """
+        )
+        job = unirun.start("--roles", "actor=1", "--shutdown-timeout", 2, count)
+        job.lines("tick", 10)
+        assert unirun("inject", unirun.job_dir().name, "actor", "--fault", fault).code == 0
+        if fault.startswith("hang"):
+            path = unirun.job_dir() / "logs/actor/0/0/stderr.log"
+            eventually(lambda: f"the fault {fault} is injected" in path.read_text(), "the fault is there")
+        before = len(re.findall("tick", job.text))
+        if ticks:
+            job.lines("tick", before + 5)
+        else:
+            seen, since = before, time.monotonic()
+
+            def is_quiet() -> bool:
+                nonlocal seen, since
+                if (now := len(re.findall("tick", job.text))) != seen:
+                    seen, since = now, time.monotonic()
+                return time.monotonic() - since > 1.0
+
+            eventually(is_quiet, "the thread does not run for a second")
+        job.signal(signal.SIGTERM)
+        assert job.end().code == 143

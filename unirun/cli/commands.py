@@ -201,7 +201,9 @@ def _(add: Add) -> None:
 def _(add: Add) -> None:
     add("job", help="the job's id, or the beginning of it")
     add("who", help="a role or ranks of one: actor, actor:2, actor:0-3")
-    text = "sigkill, sigstop or segv, which are signals to the worker's process group"
+    text = (
+        "sigkill, sigstop, segv, slow=2x, hang, hang-gil, exit=3 or oom; the last four in Python workers only"
+    )
     add("--fault", required=True, metavar="FAULT", help=text)
     text = "again and again, each time into one of the ranks at random (default: once, into all of them)"
     add("--every", metavar="TIME", help=text)

@@ -29,7 +29,7 @@ SCHEDULE_CHECK_INTERVAL = 0.5
 
 def main(options: Any) -> int:
     """Inject faults. Returns 0. Raises `UsageError`, `JobError`."""
-    fault = fault_of(options.fault)
+    fault, amount = fault_of(options.fault)
     every = None if options.every is None else duration("--every", options.every)
     lasting = None if options.lasting is None else duration("--for", options.lasting)
     if every is None and (lasting is not None or options.seed is not None):
@@ -40,12 +40,12 @@ def main(options: Any) -> int:
     if read_summary(job).phase in ENDED:
         raise JobError(f"job {job.run_id} has ended", "there is nothing to inject a fault into")
     refuse_elsewhere(job, "inject")
-    targets = ranks_of(options.who, read_status(job))
+    faults = [Inject(role, rank, fault, amount) for role, rank in ranks_of(options.who, read_status(job))]
     if every is not None:
-        return _by_schedule(job, targets, fault, every, lasting, options.seed)
-    problems = _ask(job, [Inject(role, rank, fault) for role, rank in targets])
-    for (role, rank), problem in zip(targets, problems, strict=True):
-        say(problem or f"{fault} → {role}:{rank}")
+        return _by_schedule(job, faults, every, lasting, options.seed)
+    problems = _ask(job, faults)
+    for each, problem in zip(faults, problems, strict=True):
+        say(problem or f"{each} → {each.role}:{each.rank}")
     if all(problems):
         raise JobError("no fault was injected", "see unirun status")
     return 0
@@ -53,13 +53,12 @@ def main(options: Any) -> int:
 
 def _by_schedule(
     job: JobDir,
-    targets: Sequence[tuple[str, int]],
-    fault: Fault,
+    faults: Sequence[Inject],
     every: float,
     lasting: float | None,
     seed: int | None,
 ) -> int:
-    """A fault each `every` seconds in one of `targets`, until `lasting` seconds are over or the job ends."""
+    """One of `faults` each `every` seconds, until `lasting` seconds are over or the job ends."""
     if seed is None:
         seed = random.SystemRandom().randrange(1 << 16)
         say(f"seed {seed}")
@@ -69,9 +68,9 @@ def _by_schedule(
         if not _wait_until(job, began + count * every):
             say(f"job {job.run_id} has ended")
             return 0
-        role, rank = choices.choice(targets)
-        (problem,) = _ask(job, [Inject(role, rank, fault)])
-        say(f"{count * every:8.1f} s  {problem or f'{fault} → {role}:{rank}'}")
+        fault = choices.choice(faults)
+        (problem,) = _ask(job, [fault])
+        say(f"{count * every:8.1f} s  {problem or f'{fault} → {fault.role}:{fault.rank}'}")
     return 0
 
 
@@ -104,12 +103,22 @@ def _ask(job: JobDir, faults: Sequence[Inject]) -> list[str]:
     return [answers.get((each.role, each.rank), f"{each.role}:{each.rank}: {problem}") for each in faults]
 
 
-def fault_of(text: str) -> Fault:
-    """The fault of this name. Raises `UsageError`."""
-    found: Fault | None = next((each for each in get_args(Fault) if each == text), None)
-    if found is None:
-        raise UsageError(f"--fault {text!r:.80} is unknown", f"it is one of {', '.join(get_args(Fault))}")
-    return found
+def fault_of(text: str) -> tuple[Fault, float]:
+    """The fault of this name, and its amount: ``sigkill``, ``exit=3``, ``slow=2x``. Raises `UsageError`."""
+    name, equals, amount = text.partition("=")
+    found: Fault | None = next((each for each in get_args(Fault) if each == name), None)
+    if found is None or bool(equals) != (found in ("exit", "slow")):
+        known = ", ".join(
+            {"exit": "exit=CODE", "slow": "slow=FACTOR"}.get(each, each) for each in get_args(Fault)
+        )
+        raise UsageError(f"--fault {text!r:.80} is unknown", f"it is one of {known}")
+    if found == "exit" and not (re.fullmatch(r"\d{1,3}", amount) and int(amount) < 256):
+        raise UsageError(f"--fault {text!r:.80} has no exit code", "for example exit=3; 255 is the greatest")
+    if found == "slow" and not (
+        re.fullmatch(r"\d{1,3}(\.\d{1,3})?x?", amount) and 1 < float(amount.rstrip("x")) <= 100
+    ):
+        raise UsageError(f"--fault {text!r:.80} has no factor", "for example slow=2x; 100x is the greatest")
+    return found, float(amount.rstrip("x") or 0)
 
 
 def ranks_of(who: str, status: JobStatus) -> list[tuple[str, int]]:

@@ -316,9 +316,9 @@ def order_text(node: str, message: Message) -> tuple[str, ...] | None:
         case StopWorkers(role, ranks, signum, grace):
             who = f"{role}:{show_ranks(ranks)}"
             return f"{node} ends {who} with signal {signum}, and SIGKILL after {grace:g} s", who
-        case Inject(role, rank, fault):
+        case Inject(role, rank):
             who = f"{role}:{rank}"
-            return f"{node} injects {fault} into {who}", who
+            return f"{node} injects {message} into {who}", who
         case PassOn(signum):
             return (f"{node} passes signal {signum} on to its workers",)
         case Shutdown():

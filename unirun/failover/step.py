@@ -334,14 +334,20 @@ def _inject(draft: JobDraft, event: Inject) -> None:
     name, rank = event.role, event.rank
     who, role = f"{name}:{rank}", draft.state.roles.get(name)
     worker = role.workers[rank] if role is not None and 0 <= rank < len(role.workers) else None
-    if worker is None or not worker.live or worker.pid is None:
-        problem = "there is no such rank" if worker is None else "it has no process now"
+    problem = ""
+    if role is None or worker is None:
+        problem = "there is no such rank"
+    elif not worker.live or worker.pid is None:
+        problem = "it has no process now"
+    elif role.is_program and event.fault in ("hang", "hang-gil", "exit", "oom"):
+        problem = f"it is a program, and {event.fault} needs a Python worker; signals are possible"
+    if problem or worker is None:
         draft.send(ToWatchers(Injected(name, rank, f"{who}: {problem}")))
         return
-    draft.record("inject", f"the fault {event.fault} is injected into {who}", who, worker.node)
+    draft.record("inject", f"the fault {event} is injected into {who}", who, worker.node)
     draft.put_worker(name, replace(worker, fault=draft.cause))
     draft.order(worker.node, replace(event, incarnation=worker.incarnation))
-    draft.send(ToWatchers(Notice(who, f"the fault {event.fault} is injected")))
+    draft.send(ToWatchers(Notice(who, f"the fault {event} is injected")))
     draft.send(ToWatchers(Injected(name, rank)))
 
 

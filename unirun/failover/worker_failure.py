@@ -57,6 +57,7 @@ NEW_PORTS = 3
 
 RULES: Mapping[str, Rule] = {
     "stuck": "hang",
+    "hung": "hang",
     "unready": "probe",
     "silent": "probe",
     "torn": "weights",

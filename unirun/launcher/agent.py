@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from unirun import atomic
 from unirun.errors import Refused, RendezvousError, WireError
 from unirun.failover.draft import addresses_of, welcome
 from unirun.failover.silence import FENCE_TIMEOUT
@@ -24,6 +25,7 @@ from unirun.launcher import core, events
 from unirun.launcher.contact import Contact, Witness
 from unirun.launcher.environment import FRESH, SpawnerKey, for_workers, mask_of
 from unirun.launcher.events import AgentState, end_of, holdings, masked
+from unirun.launcher.faults import FAULT_FILE, FAULT_SIGNAL
 from unirun.launcher.hangs import ProgressWatch
 from unirun.launcher.logs import LogFollower
 from unirun.launcher.notes import kill_note, kills_so_far, tail
@@ -432,8 +434,22 @@ class Agent:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     if not handled or takes_signal(pid, signum):
                         os.kill(pid, signum)
+            case events.SendFault():
+                self._send_fault(command)
             case events.Leave():
                 self._left.set()
+
+    def _send_fault(self, fault: events.SendFault) -> None:
+        """Let a worker inject a fault into itself, if it is a Python worker that has come so far."""
+        problem = "it does not run unirun's code, or not yet"
+        try:
+            if takes_signal(fault.pid, FAULT_SIGNAL):
+                atomic.replace(Path(fault.folder, FAULT_FILE), fault.text)
+                os.kill(fault.pid, FAULT_SIGNAL)
+                return
+        except OSError as error:
+            problem = str(error)
+        self._tell(Notice(str(fault.worker), f"the fault {fault.text} cannot be injected: {problem}"))
 
     def _tell(self, message: Message) -> None:
         if isinstance(message, WorkerStarted):

@@ -34,6 +34,7 @@ from unirun.launcher.events import (
     Probed,
     ReadyDue,
     RendezvousStore,
+    SendFault,
     Signal,
     SpawnerDown,
     StartProbing,
@@ -42,6 +43,7 @@ from unirun.launcher.events import (
     StillWithoutLink,
     StopDue,
     StopProbing,
+    Throttle,
     TimerExpired,
     ToLink,
     ToLinks,
@@ -393,6 +395,8 @@ def _step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
             if worker is None or worker.sent is not None:
                 return state, []
             return _stop(state, [(worker.who.role, worker.who.rank)], signum, grace, "order")
+        case Throttle():
+            return throttle(state, event)
         case StillEnding():
             return still_ending(state, event)
         case StillWithoutLink():
@@ -431,7 +435,7 @@ def _carry_out(state: AgentState, what: Instruction) -> tuple[AgentState, list[C
             pids = [each.pid for each in state.workers.values() if each.pid is not None]
             return state, [Signal(pid, signum, handled=True) for pid in pids]
         case Inject():
-            return state, _inject(state, what)
+            return _inject(state, what)
         case ExitAck(kept):
             return replace(state, ended={who: held for who, held in state.ended.items() if who != kept}), []
         case MasterReply():
@@ -449,20 +453,43 @@ def _carry_out(state: AgentState, what: Instruction) -> tuple[AgentState, list[C
             return _leave(state, untold, signal.SIGTERM, grace)
 
 
-FAULTS: Mapping[Fault, signal.Signals] = {
+FAULT_SIGNALS: Mapping[Fault, signal.Signals] = {
     "sigkill": signal.SIGKILL,
     "sigstop": signal.SIGSTOP,
     "segv": signal.SIGSEGV,
 }
-"""The signals of faults."""
+
+THROTTLE_INTERVAL = 0.1
+"""Seconds in which a worker that is slowed down stops and goes on once."""
 
 
-def _inject(state: AgentState, what: Inject) -> list[Command]:
+def _inject(state: AgentState, what: Inject) -> tuple[AgentState, list[Command]]:
     """Inject a fault, unless the worker has ended, or was told to. Its end counts as its own."""
     worker = state.find(what.role, what.rank)
     if worker is None or worker.who.incarnation != what.incarnation or worker.sent is not None:
-        return []
-    return [ToSpawner(worker.spawner, Kill(worker.id, int(FAULTS[what.fault])))]
+        return state, []
+    if what.fault == "slow":
+        return throttle(state, Throttle(worker.id, max(what.amount, 1.0), stop=True))
+    if (signum := FAULT_SIGNALS.get(what.fault)) is not None:
+        return state, [ToSpawner(worker.spawner, Kill(worker.id, int(signum)))]
+    if worker.pid is None:
+        return state, []
+    folder = f"{worker.request.logs}/{worker.request.folder}"
+    return state, [SendFault(worker.who, worker.pid, folder, str(what))]
+
+
+def throttle(state: AgentState, event: Throttle) -> tuple[AgentState, list[Command]]:
+    """Stop a worker, or let it go on, and come back to it. One that was told to end goes on."""
+    worker = state.workers.get(event.id)
+    if worker is None or (worker.sent is not None and event.stop):
+        return state, []
+    signum = signal.SIGSTOP if event.stop else signal.SIGCONT
+    commands: list[Command] = [ToSpawner(worker.spawner, Kill(worker.id, int(signum)))]
+    if worker.sent is None:
+        runs = THROTTLE_INTERVAL / event.factor
+        delay = THROTTLE_INTERVAL - runs if event.stop else runs
+        commands.append(CallLater(delay, replace(event, stop=not event.stop)))
+    return state, commands
 
 
 def _launch(state: AgentState, event: Launch) -> tuple[AgentState, list[Command]]:

@@ -167,6 +167,14 @@ class StopDue(Value):
     grace: float
 
 
+class Throttle(Value):
+    """A worker that is to be `factor` times as slow: it stops now, or (`stop` False) goes on."""
+
+    id: int
+    factor: float
+    stop: bool
+
+
 class StillEnding(Value):
     """`waited` seconds have passed since a worker reported the error that ends it."""
 
@@ -234,6 +242,7 @@ Event = (
     | LinkClosed
     | GraceOver
     | StopDue
+    | Throttle
     | StillEnding
     | StillWithoutLink
     | TimerExpired
@@ -297,6 +306,15 @@ class Signal(Value):
     handled: bool = False
 
 
+class SendFault(Value):
+    """Write `text` to the file for faults in `folder`, and let the worker, which has the process `pid`, read it."""
+
+    worker: WorkerId
+    pid: int
+    folder: str
+    text: str
+
+
 class StartProbing(Value):
     """Ask the worker's probes from now on."""
 
@@ -322,6 +340,7 @@ Command = (
     | CallLater
     | KillGroups
     | Signal
+    | SendFault
     | StartProbing
     | StopProbing
     | Leave

@@ -27,6 +27,7 @@ from typing import Any
 
 from unirun import atomic
 from unirun.errors import UnirunError, UsageError
+from unirun.launcher.faults import await_faults
 from unirun.launcher.process import set_command_line, set_title
 from unirun.launcher.sampler import watch_myself
 from unirun.wire.blocking import BlockingStream, open_link
@@ -132,6 +133,7 @@ def run(kind: str, target: str, args: tuple[str, ...]) -> None:
     # After the exit handlers of the user's code.
     atexit.register(wait_for_threads)
     watch_myself(os.environ)
+    await_faults(os.environ)
     owner = os.getpid()
     title = f"{os.environ['UNIRUN_ROLE']}:{os.environ['UNIRUN_RANK']}"
     set_title(title)

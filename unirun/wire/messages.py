@@ -398,18 +398,30 @@ class Drained(Message):
     remedy: str = ""
 
 
-Fault = Literal["sigkill", "sigstop", "segv"]
-"""A fault that can be injected into a worker: SIGKILL, SIGSTOP or SIGSEGV for its process group."""
+Fault = Literal["sigkill", "sigstop", "segv", "slow", "hang", "hang-gil", "exit", "oom"]
+"""A fault that can be injected into a worker. The first four are signals from outside, for any process; the others need
+unirun's code in a Python worker."""
 
 
 class Inject(Message):
-    """Asks for a `fault` in the worker of a rank of `role`. The master passes it on with the `incarnation` of the
-    present worker, so that no successor gets it."""
+    """Asks for a `fault` in the worker of a rank of `role`; `amount` is the code of ``exit`` or factor of ``slow``.
+
+    The master passes it on with the `incarnation` of the present worker, so that no successor gets it.
+    """
 
     role: str
     rank: int
     fault: Fault
+    amount: float = 0.0
     incarnation: int = -1
+
+    def __str__(self) -> str:
+        match self.fault:
+            case "exit":
+                return f"exit={self.amount:.0f}"
+            case "slow":
+                return f"slow={self.amount:g}x"
+        return self.fault
 
 
 class Injected(Message):

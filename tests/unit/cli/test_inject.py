@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.cli.in_process import run_cli
 from unirun.cli.commands import call
-from unirun.cli.inject import ranks_of
+from unirun.cli.inject import fault_of, ranks_of
 from unirun.errors import JobError, UsageError
 from unirun.observe.status import JobStatus, RoleStatus, WorkerStatus, write_status
 from unirun.rendezvous.creation import create_job
@@ -58,10 +58,34 @@ def test_ranks_that_are_not_there_are_refused(who: str, problem: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("sigkill", ("sigkill", 0.0)),
+        ("hang-gil", ("hang-gil", 0.0)),
+        ("exit=3", ("exit", 3.0)),
+        ("exit=0", ("exit", 0.0)),
+        ("slow=2x", ("slow", 2.0)),
+        ("slow=1.5", ("slow", 1.5)),
+    ],
+)
+def test_a_fault_has_a_name_and_perhaps_an_amount(text: str, fault: tuple[str, float]) -> None:
+    assert fault_of(text) == fault
+
+
+@pytest.mark.parametrize(
     ("options", "problem"),
     [
         ((), "the following arguments are required: --fault"),
-        (("--fault", "sigpwr"), "--fault 'sigpwr' is unknown; it is one of sigkill, sigstop, segv"),
+        (
+            ("--fault", "sigpwr"),
+            "--fault 'sigpwr' is unknown; it is one of sigkill, sigstop, segv, slow=FACTOR",
+        ),
+        (("--fault", "exit"), "--fault 'exit' is unknown"),
+        (("--fault", "hang=1"), "--fault 'hang=1' is unknown"),
+        (("--fault", "exit=256"), "--fault 'exit=256' has no exit code"),
+        (("--fault", "exit=-1"), "--fault 'exit=-1' has no exit code"),
+        (("--fault", "slow=1x"), "--fault 'slow=1x' has no factor"),
+        (("--fault", "slow=fast"), "--fault 'slow=fast' has no factor"),
         (("--fault", "sigkill", "--for", "5s"), "--for and --seed are for a schedule"),
         (("--fault", "sigkill", "--seed", "1"), "--for and --seed are for a schedule"),
         (("--fault", "sigkill", "--every", "0s"), "--every 0s is no schedule"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.failover.job import KILL, Job
+from tests.unit.failover.services import Services, program, service
 from unirun.failover.draft import Record
 from unirun.wire.messages import Inject, Injected
 from unirun.wire.reports import Notice
@@ -34,6 +35,14 @@ def test_the_next_worker_of_the_rank_has_no_fault() -> None:
     job = Job({"actor": 1}, restarts={"actor": 2}).running().on(Inject("actor", 0, "sigkill"))
     job.exits("actor", 0, by=KILL).all_run("actor")
     assert cause_of(job.exits("actor", 0, 1), "exit") == ""
+
+
+def test_a_program_takes_signals_only() -> None:
+    job = Services(service(), program()).up()
+    job.on(Inject("engine", 0, "hang"))
+    (answer,) = job.told(Injected)
+    assert answer.problem == "engine:0: it is a program, and hang needs a Python worker; signals are possible"
+    assert job.on(Inject("engine", 0, "slow", 2.0)).told(Injected) == [Injected("engine", 0)]
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,13 @@ from unirun.launcher.events import (
     Launch,
     Leave,
     LinkMessage,
+    SendFault,
     Signal,
     SpawnerDown,
     StartSpawner,
     StillEnding,
     StopDue,
+    Throttle,
     ToMaster,
     ToSpawner,
 )
@@ -51,6 +53,24 @@ class TestAnInjectedFault:
         assert agent.commands == [ToSpawner(TORCH, Kill(2, signum))]
         agent.spawner(Reaped(2, 1.0, None, signum))
         assert [(each.cause, each.sent) for each in agent.told(WorkerExited)] == [("own", None)]
+
+    def test_one_that_needs_the_workers_own_code_is_left_in_its_directory(self) -> None:
+        agent = Agent().alive().on(Inject("actor", 1, "exit", 3.0, incarnation=0))
+        (sent,) = agent.commands
+        assert isinstance(sent, SendFault)
+        assert (str(sent.worker), sent.pid, sent.text) == ("actor:1", 102, "exit=3")
+        assert sent.folder.endswith("actor/1/0")
+
+    def test_a_slow_worker_stops_and_goes_on_until_it_is_told_to_end(self) -> None:
+        agent = Agent().alive().on(Inject("actor", 1, "slow", 4.0, incarnation=0))
+        for stop, delay in ((True, 0.075), (False, 0.025), (True, 0.075)):
+            assert agent.sent(Kill) == [Kill(2, 19 if stop else 18)]
+            (later,) = [each for each in agent.commands if isinstance(each, CallLater)]
+            assert (later.event, round(later.delay, 6)) == (Throttle(2, 4.0, stop=not stop), delay)
+            agent.on(later.event)
+        agent.on(StopWorkers("actor", (1,), TERM, 5.0))
+        assert agent.on(Throttle(2, 4.0, stop=False)).commands == [ToSpawner(TORCH, Kill(2, 18))]
+        assert agent.on(Throttle(2, 4.0, stop=True)).commands == []
 
     def test_a_successor_and_a_worker_that_was_told_to_end_get_none(self) -> None:
         agent = Agent().alive().on(Inject("actor", 1, "sigkill", incarnation=1))
