@@ -6,12 +6,13 @@ that is linear in the part of a text that they read, whatever it is.
 
 from __future__ import annotations
 
+import functools
 import re
 import signal
 from typing import Literal
 
 from unirun.collocation.graph import show_ranks
-from unirun.failover.state import Exit, Failure
+from unirun.failover.state import KEPT_FAILURES, Exit, Failure
 from unirun.observe.status import FailureStatus, shaped
 from unirun.values import Value
 
@@ -179,6 +180,7 @@ _BY_RULE: dict[str, CauseClass] = {
 }
 
 
+@functools.lru_cache(KEPT_FAILURES)
 def likely_cause(failure: Failure) -> LikelyCause:
     """The likely cause of `failure`. A fault that was injected counts before all else; then what an agent or the master
     has seen, then the error that the worker has raised, then its exit."""
@@ -230,6 +232,8 @@ def _of_exit(end: Exit, note: str, tail: str) -> LikelyCause:
             return LikelyCause("ended_early", f"it has ended with {end.code} while it was needed{more}")
         if end.code in _NOT_EXECUTED:
             return LikelyCause("not_executed", f"a program was not found or cannot be executed{more}")
+        if (end.code or 0) - 128 in _REQUESTS:
+            return LikelyCause("terminated", f"its own exit after a request to end, as of preemption{more}")
         return LikelyCause("exit_code", f"its own exit, without an exception{more}")
     if end.signal in _CRASHES:
         return LikelyCause("crash", f"a crash in native code{_stack(tail)}{more}")

@@ -64,6 +64,7 @@ def failure(
             "somebody has sent it SIGKILL; unirun has not: perhaps for lack of memory: x",
         ),
         (failure(by=15), "terminated", "a request to end from outside, as of preemption"),
+        (failure(code=143), "terminated", "its own exit after a request to end, as of preemption"),
         (failure(by=10), "signal", "a signal that nobody of unirun has sent"),
         (
             failure(by=11, tail=SEGFAULT),
