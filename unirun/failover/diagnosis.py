@@ -53,7 +53,13 @@ _ELSEWHERE = (
 _GROUP = re.compile("|".join(_IN_A_GROUP), re.IGNORECASE)
 _ANY = re.compile("|".join((*_IN_A_GROUP, *_ELSEWHERE)), re.IGNORECASE)
 _LOST = re.compile(r"\b(?:WorkerLost|PeerLost): ([^\s:]{1,256}):(\d{1,9})\b")
-_MISSED = re.compile(r"\bRanks? (\d{1,9}(?:, ?\d{1,9})*) failed to pass monitoredBarrier")
+_RANKS = r"(\d{1,9}(?:, ?\d{1,9})*)"
+_MISSED = (
+    re.compile(rf"\bRanks? {_RANKS} failed to pass monitoredBarrier"),
+    # The report of NCCL's watchdog with TORCH_NCCL_DESYNC_DEBUG.
+    re.compile(rf"\branks \[{_RANKS}\] are the lagging ranks"),
+    re.compile(rf"\[{_RANKS}\] finished collective #\d{{1,18}}, but didn't join"),
+)
 
 
 def is_consequence(failure: Failure) -> bool:
@@ -72,8 +78,11 @@ def lost(failure: Failure) -> frozenset[tuple[str, int]]:
 
 
 def missed(failure: Failure) -> frozenset[int]:
-    """The ranks that its words name: those that did not come to a monitored barrier."""
-    return frozenset(int(rank) for each in _MISSED.findall(words_of(failure)) for rank in each.split(","))
+    """The ranks that its words name: those that did not come to a monitored barrier or, by NCCL's report, to a
+    collective."""
+    words = words_of(failure)
+    found = (ranks for pattern in _MISSED for ranks in pattern.findall(words))
+    return frozenset(int(rank) for ranks in found for rank in ranks.split(","))
 
 
 def words_of(failure: Failure) -> str:
@@ -162,7 +171,7 @@ _BY_TEXT = tuple((kind, words, re.compile(text, re.MULTILINE)) for kind, words, 
 _TIMEOUT = re.compile(
     r"timed out waiting \d{1,12}\s?ms for|watchdog caught collective operation timeout|timed out in blocking wait"
     r"|failed to pass monitoredBarrier|application timeout caused pair closure|wait timeout after"
-    r"|due to a collective timeout",
+    r"|due to a collective timeout|timed out initializing process group|seconds waiting for clients",
     re.IGNORECASE,
 )
 _COLLECTIVE = re.compile(r"SeqNum=(\d{1,18}), ?OpType=(\w{1,40})")

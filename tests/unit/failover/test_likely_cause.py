@@ -82,6 +82,23 @@ def failure(
             "collective_timeout",
             "; not there: ranks 1,3: RuntimeError",
         ),
+        (
+            failure(
+                by=6, tail=f"{WATCHDOG}\n - To our best knowledge, ranks [1, 2] are the lagging ranks that"
+            ),
+            "collective_timeout",
+            "; not there: ranks 1-2: what()",
+        ),
+        (
+            failure(by=6, tail=f"{WATCHDOG}\n  [3] finished collective #6, but didn't join collective #7"),
+            "collective_timeout",
+            "; not there: rank 3: what()",
+        ),
+        (
+            failure("torch.distributed.DistStoreError: Timed out after 301 seconds waiting for clients. 1/2"),
+            "collective_timeout",
+            "a collective or its rendezvous has timed out",
+        ),
         (failure("torch.OutOfMemoryError: CUDA out of memory. Tried …"), "cuda_out_of_memory", "Tried"),
         (failure("MemoryError"), "memory", "the host's memory, or its limit, is used up: MemoryError"),
         (
