@@ -51,7 +51,7 @@ NOTICE_AFTER_A_SECOND = {
 
 WAITING = "default:0,2 wait for it in all_reduce 4 of default_pg"
 NOTES = {
-    "spin": [WAITING, "train.py:", "no progress for 3"],
+    "spin": [WAITING, "train.py:", "no progress for "],
     "gil": ["holds the GIL", "train.py:"],
     "skip": [WAITING, "train.py:"],
     "other": ["it waits in broadcast 4 of default_pg, the others in all_reduce 4 of default_pg", "train.py:"],
@@ -113,7 +113,7 @@ class TestStepsOfALoop:
     ) -> None:
         result = unirun.start(*OPTIONS, script(STEPPING), "sleep").end()
         assert result.code == 0
-        assert "default:1 hangs: no progress since step 4 for 3" in result.err
+        assert "default:1 hangs: no progress since step 4 for " in result.err
 
     def test_a_slow_save_with_an_allowance_is_no_hang(self, unirun: Unirun, script: Script) -> None:
         result = unirun.start(*OPTIONS, script(STEPPING), "save").end()

@@ -84,7 +84,7 @@ class ProgressWatch:
         while True:
             await asyncio.sleep(self._interval)
             now = time.monotonic()
-            self._look(now)
+            self.look(now)
             if now >= due and self._steps != self._told:
                 due = now + STEPS_INTERVAL
                 fresh = {who: step for who, step in self._steps.items() if self._told.get(who) != step}
@@ -95,7 +95,8 @@ class ProgressWatch:
         """There is another master, which has to be told again."""
         self._told, self._next = {}, {}
 
-    def _look(self, now: float) -> None:
+    def look(self, now: float) -> None:
+        """Take one look at all pages, at the time `now` of the monotonic clock."""
         stalled, self._looked = now - self._looked - self._interval, now
         self._drop_ended()
         for worker in self._state().workers.values():

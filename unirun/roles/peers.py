@@ -20,6 +20,7 @@ from unirun.errors import FrameError, JobError, StoreAway, UsageError, WireError
 from unirun.values import Engine, WorkerId
 from unirun.wire.blocking import BlockingStream, open_link, out_of_the_way
 from unirun.wire.messages import RoleBrief, RoleView, View, Welcome, updated
+from unirun.wire.progress import page
 from unirun.wire.reports import (
     LocalEngines,
     MasterReply,
@@ -251,7 +252,7 @@ class Peers:
 
     def wait_for(self, condition: Callable[[], bool], timeout: float) -> bool:
         """Look at `condition` now and after each update, for `timeout` seconds; return what it said last."""
-        with self._changed:
+        with page().idle(), self._changed:
             return self._changed.wait_for(condition, max(timeout, 0.0))
 
     def wait(self, since: int, timeout: float) -> None:

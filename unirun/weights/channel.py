@@ -23,6 +23,7 @@ from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Receiver, Target
 from unirun.weights.sources import PeerConnection, RemoteSource, VersionFile
 from unirun.weights.tensors import Piecewise, Weights, assigner, targets_of, tensors_of, unsaved
+from unirun.wire.progress import page
 from unirun.wire.reporting import report
 from unirun.wire.reports import FROM, VERSION, Metrics
 
@@ -173,7 +174,8 @@ class WeightsChannel:
             behind = self._receiver.latest(sources, deadline) - have
             if 0 <= behind <= max_staleness:
                 return have
-        version = self._receiver.receive(sources, target, at_least)
+        with page().idle():
+            version = self._receiver.receive(sources, target, at_least)
         if assign:
             # Tensors of the version before are freed now. Its publisher learns that with the next request, and should
             # before it writes another version, as it has to take new memory otherwise.

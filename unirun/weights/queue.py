@@ -31,6 +31,7 @@ from unirun.weights.producing import (
     offered,
 )
 from unirun.weights.sources import PeerConnection
+from unirun.wire.progress import page
 from unirun.wire.reports import Metrics
 
 # The consuming end of a queue: takes items from producers in turn, and says when they were used.
@@ -584,7 +585,8 @@ class Queue:
         began = time.monotonic()
         self._report(began)
         try:
-            yield
+            with page().idle():
+                yield
         finally:
             now = time.monotonic()
             self._waits[what] += now - began

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from tests.unit.failover.job import Job
+from tests.unit.launcher.agent import TORCH, Agent, worker
 from unirun.launcher import sampler
-from unirun.launcher.hangs import innermost, progress_of
+from unirun.launcher.events import AgentState, FromSpawner, Hung, Phase, ToMaster, ToSpawner
+from unirun.launcher.hangs import ProgressWatch, innermost, progress_of
 from unirun.launcher.sampler import Sampler, waits_in
+from unirun.observe.jobdir import JobDir
 from unirun.values import WorkerId
-from unirun.wire.progress import EVIDENCE, PAGE_BYTES, PAGE_NAME, Page, read_page
-from unirun.wire.reports import Wait
+from unirun.wire.messages import EndHung
+from unirun.wire.progress import EVIDENCE, LAST, PAGE_BYTES, PAGE_NAME, Page, read_page
+from unirun.wire.reports import Kill, Late, Message, Reaped, Wait, WorkerExited
 
 WHO = WorkerId("actor", 1, 0)
 
@@ -116,3 +124,79 @@ def test_a_rank_is_where_its_main_thread_is_in_the_users_code() -> None:
         "/venv/lib/python3.11/site-packages/"
     )
     assert innermost("") == ""
+
+
+class TestTheAgent:
+    """An agent with a worker, which is this process."""
+
+    @pytest.fixture
+    def number(self) -> Iterator[int]:
+        number = os.memfd_create(PAGE_NAME)
+        os.ftruncate(number, PAGE_BYTES)
+        yield number
+        os.close(number)
+
+    def watch(self, number: int, **about: float) -> tuple[ProgressWatch, list[Message], list[Hung]]:
+        told: list[Message] = []
+        ended: list[Hung] = []
+        spec = Job({"actor": 2}).state.spec
+        roles = tuple(replace(role, **about) for role in spec.roles)
+        live = replace(worker(1, "actor", 1), phase=Phase.ALIVE, pid=os.getpid(), running=True)
+        state = AgentState("n0").with_worker(live)
+        watch = ProgressWatch(
+            JobDir(Path()), replace(spec, roles=roles), lambda: state, told.append, ended.append
+        )
+        watch.announced(1, number)
+        return watch, told, ended
+
+    def test_it_tells_the_master_of_a_late_rank_and_again_after_a_while(self, number: int) -> None:
+        with mmap.mmap(number, PAGE_BYTES) as memory:
+            page = Page(memory)
+            page.step(4)
+            watch, told, _ = self.watch(number, hang_timeout=5.0)
+            now = time.monotonic()
+            watch.look(now)
+            assert told == []
+            page.fields[LAST] -= int(6e9)
+            for tenth in range(1, 16):
+                watch.look(now + tenth / 10)
+            assert told == [Late("n0", "actor"), Late("n0", "actor")]
+            watch.close()
+            page.fields.release()
+
+    def test_a_time_in_which_the_agent_does_not_run_is_no_time_of_the_ranks(self, number: int) -> None:
+        with mmap.mmap(number, PAGE_BYTES) as memory:
+            page = Page(memory)
+            page.step(4)
+            page.fields[LAST] -= int(6e9)
+            watch, told, _ = self.watch(number, hang_timeout=5.0)
+            now = time.monotonic()
+            watch.look(now + 7.0)
+            watch.look(now + 7.1)
+            assert told == []
+            watch.close()
+            page.fields.release()
+
+    def test_it_ends_a_rank_that_is_late_and_no_other(self, number: int) -> None:
+        with mmap.mmap(number, PAGE_BYTES) as memory:
+            page = Page(memory)
+            page.step(4)
+            watch, _, ended = self.watch(number, hang_timeout=5.0)
+            watch.end(EndHung(WHO, "hangs"))
+            page.fields[LAST] -= int(6e9)
+            watch.end(EndHung(WHO._replace(incarnation=1), "hangs"))
+            assert ended == []
+            watch.end(EndHung(WHO, "hangs"))
+            assert ended == [Hung(1, "hangs")]
+            watch.close()
+            page.fields.release()
+
+
+def test_a_worker_that_hangs_is_killed_with_the_reason() -> None:
+    agent = Agent(spawners={TORCH: True}).alive().on(Hung(1, "hangs: no progress for 9.0 s"))
+    assert agent.commands == [ToSpawner(TORCH, Kill(1, 9))]
+    agent.on(FromSpawner(TORCH, Reaped(1, 5.0, None, 9)))
+    ends = [each.message for each in agent.commands if isinstance(each, ToMaster)]
+    assert [(each.cause, each.note) for each in ends if isinstance(each, WorkerExited)] == [
+        ("hung", "hangs: no progress for 9.0 s")
+    ]
