@@ -293,9 +293,10 @@ class Invariants:
             assert _stage(role) != _stage(old), f"{role.name} does not restart"
 
     def _has_to_wait(self, role: RoleState) -> bool:
-        """Return True if a role is not due yet, or starts after another one that is not up."""
+        """Return True if a role is not due yet, or starts after another one that is not up or has not ended."""
         others = [self.state.roles[name] for name in self.state.role_spec(role.name).after]
         turn = all(other.running == len(other.workers) for other in others)
+        turn &= not any(r.living for r in self.state.roles.values() if r.phase is RolePhase.RESTARTING)
         return role.due > self.clock.now or (role.due > 0 and not turn)
 
     def _must_have_stores(self) -> None:

@@ -72,9 +72,15 @@ def _has_to_start(role: RoleState) -> bool:
 
 
 def _end_wait(draft: JobDraft, name: str) -> None:
-    """Order the store of a role that forms its next generation, once its back-off is over and its turn comes."""
-    role = draft.role(name)
-    if role.due and role.forming and _is_over(draft, role.due) and _is_its_turn(draft.state, role):
+    """Order the store of a role that forms its next generation, once its back-off is over and its turn comes.
+
+    In a restart of the job no new process meets an old one, and none has to share a device with it.
+    """
+    state, role = draft.state, draft.role(name)
+    if not (role.due and role.forming and _is_over(draft, role.due)):
+        return
+    ends = any(other.phase is RolePhase.RESTARTING and other.living for other in state.roles.values())
+    if not ends and _is_its_turn(state, role):
         draft.put(replace(role, due=0.0))
         order_store(draft, name)
 

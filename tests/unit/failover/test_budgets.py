@@ -64,13 +64,15 @@ class TestTheJobLevel:
     def test_the_job_restarts_with_the_number_of_its_restarts_in_the_environment(self) -> None:
         job = self.job().exits("rollout", 0, 1)
         job.exits("actor", 0, by=TERM, asked=TERM).exits("actor", 1, by=TERM, asked=TERM)
-        assert [order.restarts for order in job.orders(StartRole)] == [1]
+        assert [order.restarts for order in job.orders(StartRole)] == [1, 1]
 
     def test_the_job_restarts_for_a_trainer_that_is_not_recoverable(self) -> None:
         job = up(serving(), "trainer", recoverable=False)
         settings(job, max_job_restarts=1).exits("trainer", 0, by=KILL)
-        assert job.phases() == {"actor": "restarting", "trainer": "starting"}
-        assert job.state.restarts == 1
+        assert job.phases() == {"actor": "restarting", "trainer": "restarting"}
+        assert job.orders(StartRole) == []
+        job.obey()
+        assert job.phases() == {"actor": "starting", "trainer": "starting"}
 
     def test_the_job_restarts_without_the_roles_that_have_succeeded(self) -> None:
         job = self.job().exits("actor", 0).exits("actor", 1).exits("rollout", 0, 1)
