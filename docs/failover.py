@@ -35,7 +35,7 @@ Case = tuple[str, Loss, Mapping[str, Budget]]
 
 ENDED = Loss("ROLE:2 ended with exit code 1", "ROLE", "2", recoverable=True)
 NODE = Loss("the agent of node n1 is gone", "ROLE", "2-3", recoverable=True, elsewhere=True)
-OFTEN = f"ROLE:2 ended with exit code 1, as {STRIKES} times on n0 within an hour"
+OFTEN = f"ROLE:2 ended with exit code 1; it has failed {STRIKES} times on n0 within an hour"
 
 CASES: tuple[Case, ...] = (
     ("a rank", ENDED, {}),

@@ -334,7 +334,7 @@ def test_a_rank_that_fails_three_times_on_one_node_is_started_on_another(
         "node1",
     ]
     assert (
-        "as 3 times on node0 within an hour; restart 3 of 5 of role default, with default:0 elsewhere"
+        "it has failed 3 times on node0 within an hour; restart 3 of 5 of role default, with default:0 elsewhere"
         in result.err
     )
     assert "default:0 from node0 to node1" in result.err

@@ -151,14 +151,9 @@ def _fail(draft: JobDraft, worker: WorkerState, event: WorkerExited, end: Exit) 
         # Its successor gets other ports. Without one it keeps them, as other roles may name them.
         ended = role.workers[rank]
         draft.put_worker(name, replace(ended, ports=None, new_ports=ended.new_ports + 1))
-    if placement is not None and decision.action != "end_job":
-        before = draft.state.placement
-        draft.put(replace(draft.state, placement=placement))
-        for who, text in moves(before, placement):
-            tell_move(draft, who, text)
     code = EXIT_RENDEZVOUS if event.cause == "unready" else EXIT_FAILURE
     tail = f"\n{event.tail}" if role.is_program and event.tail else ""
-    _carry_out(draft, name, decision, code, rank=rank, tail=tail)
+    _carry_out(draft, name, decision, code, rank=rank, tail=tail, placement=placement)
 
 
 def _blame_node(draft: JobDraft, loss: Loss, strike: Strike) -> tuple[Loss, Placement | None]:
@@ -175,9 +170,9 @@ def _blame_node(draft: JobDraft, loss: Loss, strike: Strike) -> tuple[Loss, Plac
     if count < STRIKES or not others:
         return loss, None
     placement = place_elsewhere(draft.state, strike.role, strike.rank)
-    often = f"{loss.what}, as {count} times on {node} within an hour"
+    often = f"{loss.what}; it has failed {count} times on {node} within an hour"
     if placement is None:
-        return replace(loss, what=f"{often}, and there is no room for it elsewhere"), None
+        return replace(loss, what=f"{often}, and no other node has room for it"), None
     return replace(loss, what=often, elsewhere=True), placement
 
 
@@ -254,9 +249,10 @@ def _carry_out(
     *,
     rank: int | None = None,
     tail: str = "",
+    placement: Placement | None = None,
 ) -> None:
     """Report and carry out the decision about a role, or one of its ranks. `tail` are its last lines, for a program,
-    whose output may be in its log only."""
+    whose output may be in its log only. The `placement` is another one if ranks go elsewhere."""
     source = name if rank is None else f"{name}:{rank}"
     if decision.action == "end_job" and draft.state.role_spec(name).optional:
         ranks = [rank] if rank is not None else range(len(draft.role(name).workers))
@@ -267,6 +263,11 @@ def _carry_out(
         end_job(draft, decision, code, by_failure=code == EXIT_FAILURE)
         return
     draft.send(ToWatchers(Notice(source, f"{decision.reason}{tail}")))
+    if placement is not None:
+        before = draft.state.placement
+        draft.put(replace(draft.state, placement=placement))
+        for who, text in moves(before, placement):
+            tell_move(draft, who, text)
     if decision.action == "restart_job":
         restart_job(draft)
         return

@@ -39,9 +39,9 @@ class TestARank:
         told = fails(job, 1)
         assert places(job) == ["n0", "n1"]
         assert told == [
+            "actor:1 ended with exit code 1; it has failed 3 times on n0 within an hour; restart 3 of 99 of role actor, "
+            "with actor:1 elsewhere",
             "actor:1 from n0 to n1",
-            "actor:1 ended with exit code 1, as 3 times on n0 within an hour; restart 3 of 99 of role actor, with "
-            "actor:1 elsewhere",
         ]
         assert [worker.node for worker in job.state.roles["actor"].workers] == ["n0", "n1"]
 
@@ -90,8 +90,8 @@ class TestARank:
         told = [fails(job, 1) for _ in range(3)][-1]
         assert places(job) == ["n0", "n0", "n1", "n1"]
         assert told[0].startswith(
-            "actor:1 ended with exit code 1, as 3 times on n0 within an hour, and there is no room for it elsewhere; "
-            "restart 3 of 99 of role actor"
+            "actor:1 ended with exit code 1; it has failed 3 times on n0 within an hour, and no other node has room for "
+            "it; restart 3 of 99 of role actor"
         )
 
     def test_a_rank_stays_on_the_only_node(self) -> None:
