@@ -143,9 +143,7 @@ def _fail(draft: JobDraft, worker: WorkerState, event: WorkerExited, end: Exit) 
         job=budget_above(state, name, now),
         rank=budget_of_rank(state, role, rank, now),
     )
-    failed = name if decision.action == "restart_role" else f"{name}:{rank}"
-    unit = unit_of(state, [failed])
-    others = tuple(f"{each} {each.reason}" for each in unit if each.side != "failed")
+    others = _affected(state, name if decision.action == "restart_role" else f"{name}:{rank}")
     draft.fail(replace(failure, decision=decision.reason, affected=others))
     if event.taken and decision.action != "end_job":
         # Its successor gets other ports. Without one it keeps them, as other roles may name them.
@@ -174,6 +172,11 @@ def _blame_node(draft: JobDraft, loss: Loss, strike: Strike) -> tuple[Loss, Plac
     if placement is None:
         return replace(loss, what=f"{often}, and no other node has room for it"), None
     return replace(loss, what=often, elsewhere=True), placement
+
+
+def _affected(state: JobState, failed: str) -> tuple[str, ...]:
+    """The ranks that are affected when `failed` fails, but for those, in words."""
+    return tuple(f"{each} {each.reason}" for each in unit_of(state, [failed]) if each.side != "failed")
 
 
 def _leaves_with_its_agent(draft: JobDraft, event: WorkerExited) -> bool:
