@@ -147,9 +147,8 @@ def _collectives(ranks: Sequence[RankProgress]) -> dict[Wait, list[WorkerId]]:
 
 
 def _members(wait: Wait) -> frozenset[int] | None:
-    """The ranks of its group; None for all of the role."""
-    parts = re.findall(r"(\d+)(?:-(\d+))?", wait.ranks)
-    return frozenset(n for low, high in parts for n in range(int(low), int(high or low) + 1)) or None
+    """The ranks of its group; None for all of the role. Nobody is missed in a group whose ranks are not known."""
+    return frozenset(map(int, re.findall(r"\d+", wait.ranks))) if wait.ranks else None
 
 
 def describe(late: Sequence[RankProgress], ranks: Sequence[RankProgress]) -> str:

@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import re
 import signal
 import sys
 import threading
@@ -21,14 +20,18 @@ from typing import Any
 
 from unirun import atomic
 from unirun.wire.blocking import out_of_the_way
-from unirun.wire.progress import BEAT, COLLECTIVES, EVIDENCE, LAST, Page, page
-from unirun.wire.reports import Wait
+from unirun.wire.progress import ALLOWED, BEAT, COLLECTIVES, EVIDENCE, FOR_EVER, LAST, TEXT_LIMIT, Page, page
+from unirun.wire.reporting import report, report_error
+from unirun.wire.reports import UNKNOWN_RANKS, Wait
 
 HANG_TIMEOUT = "UNIRUN_HANG_TIMEOUT"
 """The variable of a worker whose role has a time-out for hangs."""
 
 STACKS_SIGNAL = signal.SIGRTMAX - 2
 """The signal for which a worker writes its stacks; SIGUSR1 and SIGUSR2 are the user's."""
+
+LONGEST = 16
+"""Number of waits in a page, and of characters of their names, at most."""
 
 STACKS, FLIGHT_RECORDER = "stacks.txt", "flight_recorder.json"
 """Files with evidence, in the directory of a worker's logs."""
@@ -76,8 +79,13 @@ class Sampler:
         self._thread.join(1.0)
 
     def _run(self) -> None:
-        while not self._over.wait(self._interval):
-            self.look(time.monotonic())
+        try:
+            while not self._over.wait(self._interval):
+                self.look(time.monotonic())
+        except Exception as error:  # noqa: BLE001 - of torch's internals: without its collectives no rank can be judged
+            report("unirun: hangs of this worker are not found any more")
+            report_error(error)
+            self._page.fields[BEAT], self._page.fields[ALLOWED] = 0, FOR_EVER
 
     def look(self, now: float) -> None:
         """Take one look, at the time `now` of the monotonic clock."""
@@ -91,7 +99,7 @@ class Sampler:
             self._page.write("")
         elif not self._looked and now - self._changed > self._stall:
             self._looked = True
-            self._page.write(json.dumps([[w.group, w.number, w.name, w.ranks] for w in waits_in(recorded())]))
+            self._page.write(as_text(waits_in(recorded(), members())))
         if fields[EVIDENCE]:
             with contextlib.suppress(OSError):
                 atomic.replace(self._folder / FLIGHT_RECORDER, json.dumps(recorded()))
@@ -102,13 +110,36 @@ def _total(counts: Iterable[tuple[str, int]]) -> int:
     return sum(count for _, count in counts)
 
 
+def _world() -> Any:
+    """torch's record of the process groups of this process; None before it is imported."""
+    return getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+
+
 def begun() -> Iterator[tuple[str, int]]:
     """The number of collectives that each process group of this process has begun, by the name of the group."""
-    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    world = _world()
     for group in list(world.pg_map) if world is not None else ():
         # Some backends do not count.
         with contextlib.suppress(RuntimeError, AttributeError):
             yield group.group_name, group._get_sequence_number_for_group()
+
+
+def members() -> dict[str, str]:
+    """The ranks of each process group of this process, by the name of the group, as in a `Wait`."""
+    world = _world()
+    if world is None:
+        return {}
+    groups = list(world.pg_group_ranks.items())
+    # torch also has a number there, for groups of which this process is no member.
+    found = {group.group_name: ranks for group, ranks in groups if hasattr(group, "group_name")}
+    most = max(map(len, found.values()), default=0)
+    return {name: _text_of(ranks, most) for name, ranks in found.items()}
+
+
+def _text_of(ranks: Mapping[int, int], most: int) -> str:
+    # A group across roles has its own numbers for its ranks (`unirun.roles.formation`).
+    text = ",".join(map(str, ranks)) if type(ranks) is dict else UNKNOWN_RANKS
+    return "" if type(ranks) is dict and len(ranks) == most else text
 
 
 def recorded() -> dict[str, Any]:
@@ -118,19 +149,26 @@ def recorded() -> dict[str, Any]:
     return found
 
 
-def waits_in(record: Mapping[str, Any]) -> list[Wait]:
-    """The first collective of each group that is not over, from the contents of the flight recorder."""
-    config = {
-        each["name"]: each["ranks"]
-        for groups in record.get("pg_config", {}).values()
-        for each in (groups.values() if "ranks" not in groups else [groups])
-    }
+def waits_in(record: Mapping[str, Any], ranks: Mapping[str, str]) -> list[Wait]:
+    """The first collective of each group that is not over, from the contents of the flight recorder, and the ranks of
+    the groups by name."""
     found: dict[str, Wait] = {}
     for entry in record.get("entries", ()):
         if entry["retired"] or entry["state"] == "completed" or entry["is_p2p"]:
             continue
         name, described = entry["process_group"]
         operation = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
-        ranks = "" if described == "default_pg" else ",".join(re.findall(r"\d+", str(config.get(name, ""))))
-        found.setdefault(name, Wait(described or name, entry["collective_seq_id"], operation, ranks))
+        group = described if described not in ("", "undefined") else f"group {name}"
+        wait = Wait(group, entry["collective_seq_id"], operation, ranks.get(name, UNKNOWN_RANKS))
+        found.setdefault(name, wait)
     return list(found.values())
+
+
+def as_text(waits: Iterable[Wait]) -> str:
+    """The text of a page. It has to fit: a rank that waits for others must not look as if it did not."""
+    waits = list(waits)[:LONGEST]
+    rows = [[w.group[:LONGEST], w.number, w.name[:LONGEST], w.ranks] for w in waits]
+    text = json.dumps(rows)
+    if len(text) > TEXT_LIMIT:
+        text = json.dumps([[*row[:3], UNKNOWN_RANKS] for row in rows])
+    return text

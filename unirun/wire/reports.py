@@ -432,9 +432,12 @@ class Steps(Message):
 # Hangs: what the agents of a role know of its ranks when one of them is late.
 
 
+UNKNOWN_RANKS = "?"
+
+
 class Wait(Value):
     """A collective that a rank has begun and that is not over: the `number` of it in its `group`, and its `name`.
-    `ranks` are those of the group, as ``0-3``; empty for all of a role, or if they are not known."""
+    `ranks` are those of the group, as ``0,2``; empty for all of a role, and `UNKNOWN_RANKS` if they are not known."""
 
     group: str
     number: int

@@ -84,7 +84,7 @@ class TestTheRankThatHangs:
 
     def test_those_that_wait_for_a_rank_that_waits_itself_are_innocent(self) -> None:
         """Rank 0 waits for 1, which waits for 2."""
-        left, right = Wait("left", 1, "all_reduce", "0-1"), Wait("right", 1, "all_reduce", "1-2")
+        left, right = Wait("left", 1, "all_reduce", "0,1"), Wait("right", 1, "all_reduce", "1,2")
         assert set(hung(waiting(0, left), waiting(1, right), rank(2))) == {2}
 
     def test_without_collectives_it_is_the_one_that_has_come_least_far(self) -> None:
@@ -104,6 +104,11 @@ class TestNoRankHangs:
     def test_when_all_wait_in_the_same_collective(self) -> None:
         """They may wait for another role, or the network stands still."""
         assert hung(*map(waiting, range(3))) == {}
+
+    def test_when_the_ranks_of_the_group_are_not_known(self) -> None:
+        """As those of a group across roles: a rank of another role may be missing."""
+        across = Wait("actor+rollout", 3, "broadcast", "?")
+        assert hung(waiting(0, across), waiting(1, across), rank(2)) == {}
 
     def test_when_none_has_ever_reported_and_none_waits(self) -> None:
         """They may send and receive, which nobody counts."""

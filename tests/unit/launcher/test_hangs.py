@@ -7,21 +7,22 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from msgspec.structs import replace
 
 from tests.unit.failover.job import Job
 from tests.unit.launcher.agent import TORCH, Agent, worker
+from tests.waiting import eventually
 from unirun.launcher import sampler
 from unirun.launcher.events import AgentState, FromSpawner, Hung, Phase, ToMaster, ToSpawner
 from unirun.launcher.hangs import ProgressWatch, innermost, progress_of
-from unirun.launcher.sampler import Sampler, waits_in
+from unirun.launcher.sampler import Sampler, as_text, members, waits_in
 from unirun.observe.jobdir import JobDir
 from unirun.values import WorkerId
 from unirun.wire.messages import EndHung
-from unirun.wire.progress import EVIDENCE, LAST, PAGE_BYTES, PAGE_NAME, Page, read_page
+from unirun.wire.progress import EVIDENCE, LAST, PAGE_BYTES, PAGE_NAME, TEXT_LIMIT, Page, read_page
 from unirun.wire.reports import Kill, Late, Message, Reaped, Wait, WorkerExited
 
 WHO = WorkerId("actor", 1, 0)
@@ -44,18 +45,28 @@ def entry(
 
 class TestWaits:
     def test_the_first_collective_of_each_group_that_is_not_over_is_the_one_that_is_waited_for(self) -> None:
-        config = {"0": {"name": "0", "ranks": "[0, 1, 2]"}, "4": {"name": "4", "ranks": "[0, 2]"}}
         entries = [entry(3, retired=True), entry(4), entry(5), entry(1, group="4", described="tensor")]
-        assert waits_in({"entries": entries, "pg_config": {"0": config}}) == [
+        assert waits_in({"entries": entries}, {"0": "", "4": "0,2"}) == [
             Wait("default_pg", 4, "all_reduce"),
             Wait("tensor", 1, "all_reduce", "0,2"),
         ]
 
+    def test_a_group_without_a_name_has_its_number_and_perhaps_unknown_ranks(self) -> None:
+        assert waits_in({"entries": [entry(1, group="7", described="undefined")]}, {}) == [
+            Wait("group 7", 1, "all_reduce", "?")
+        ]
+
+    def test_those_of_a_large_group_fit_into_a_page_without_its_ranks(self) -> None:
+        large = ",".join(map(str, range(0, 10_000, 2)))
+        assert as_text([Wait("data", 1, "all_reduce", large)]) == '[["data", 1, "all_reduce", "?"]]'
+        many = [Wait("g" * 100, number, "o" * 100, large) for number in range(99)]
+        assert len(as_text(many)) < TEXT_LIMIT
+
     def test_what_is_completed_and_what_is_sent_to_one_rank_does_not_count(self) -> None:
-        assert waits_in({"entries": [entry(1, state="completed"), entry(2, is_p2p=True)]}) == []
+        assert waits_in({"entries": [entry(1, state="completed"), entry(2, is_p2p=True)]}, {}) == []
 
     def test_without_torch_there_is_none(self) -> None:
-        assert waits_in({}) == []
+        assert waits_in({}, members()) == []
 
 
 class TestTheSampler:
@@ -71,6 +82,7 @@ class TestTheSampler:
         counts = {"0": 5}
         monkeypatch.setattr(sampler, "begun", lambda: counts.items())
         monkeypatch.setattr(sampler, "recorded", lambda: {"entries": [entry(6)]})
+        monkeypatch.setattr(sampler, "members", lambda: {"0": ""})
         page = Page(mmap.mmap(number, PAGE_BYTES))
         sampling = Sampler(page, 8.0, tmp_path)
         sampling.look(100.0)
@@ -86,6 +98,21 @@ class TestTheSampler:
         counts["0"] = 7
         sampling.look(104.0)
         assert progress_of(WHO, read_page(number)).waits == ()
+        os.close(number)
+
+    def test_without_torchs_numbers_a_rank_is_not_judged(
+        self, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def begun() -> NoReturn:
+            raise AttributeError("torch has another name for it")
+
+        monkeypatch.setattr(sampler, "begun", begun)
+        sampling = Sampler(Page(mmap.mmap(number, PAGE_BYTES)), 0.1, tmp_path)
+        sampling.start()
+        eventually(lambda: read_page(number).allowed > 0, "the sampler has given up")
+        sampling.stop()
+        assert "torch has another name for it" in capsys.readouterr().err
+        assert progress_of(WHO, read_page(number)).mute == 0.0
         os.close(number)
 
     def test_it_writes_what_the_flight_recorder_has_when_it_is_asked_to(
