@@ -136,6 +136,15 @@ def ready_due(state: AgentState, event: ReadyDue) -> tuple[AgentState, list[Comm
     return _kill(state, worker, "unready", f"was not ready within {worker.ready_timeout:g} s: {why}")
 
 
+def _end_hung(state: AgentState, event: Hung) -> tuple[AgentState, list[Command]]:
+    """Kill a worker that hangs. It is named at once, as peers on other nodes may fail before its end is known."""
+    worker = state.workers.get(event.id)
+    if worker is None or worker.sent is not None or worker.cause != "own":
+        return state, []
+    state, kill = _kill(state, worker, "hung", event.why)
+    return state, [ToMaster(Notice(str(worker.who), event.why)), *kill]
+
+
 def weighted(state: AgentState, companion: Worker, said: EngineWeights) -> tuple[AgentState, list[Command]]:
     """Apply a companion's message: an engine has a version, or could not be given one and is killed."""
     found = (each for each in state.workers.values() if each.companion == companion.who.role)
@@ -407,13 +416,8 @@ def _step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
             return probed(state, event)
         case ReadyDue():
             return ready_due(state, event)
-        case Hung(number, why):
-            worker = state.workers.get(number)
-            return (
-                _kill(state, worker, "hung", why)
-                if worker is not None and worker.sent is None
-                else (state, [])
-            )
+        case Hung():
+            return _end_hung(state, event)
 
 
 def _carry_out(state: AgentState, what: Instruction) -> tuple[AgentState, list[Command]]:
@@ -556,7 +560,8 @@ def _stop(
     commands: list[Command] = []
     for role, rank in who:
         worker = state.find(role, rank)
-        if worker is None:
+        if worker is None or worker.cause == "hung":
+            # The latter was sent SIGKILL, and did not end because of this order.
             continue
         if worker.phase is Phase.QUEUED:
             state, told = _never_started(_without(state, worker), worker, signum, cause, "it had not started")

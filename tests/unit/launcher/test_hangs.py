@@ -21,9 +21,9 @@ from unirun.launcher.hangs import ProgressWatch, innermost, progress_of
 from unirun.launcher.sampler import Sampler, as_text, members, waits_in
 from unirun.observe.jobdir import JobDir
 from unirun.values import WorkerId
-from unirun.wire.messages import EndHung
+from unirun.wire.messages import EndHung, StopWorkers
 from unirun.wire.progress import EVIDENCE, LAST, PAGE_BYTES, PAGE_NAME, TEXT_LIMIT, Page, read_page
-from unirun.wire.reports import Kill, Late, Message, Reaped, Wait, WorkerExited
+from unirun.wire.reports import Kill, Late, Message, Notice, Reaped, Wait, WorkerExited
 
 WHO = WorkerId("actor", 1, 0)
 
@@ -221,7 +221,10 @@ class TestTheAgent:
 
 def test_a_worker_that_hangs_is_killed_with_the_reason() -> None:
     agent = Agent(spawners={TORCH: True}).alive().on(Hung(1, "hangs: no progress for 9.0 s"))
-    assert agent.commands == [ToSpawner(TORCH, Kill(1, 9))]
+    why = "hangs: no progress for 9.0 s"
+    assert agent.commands == [ToMaster(Notice("actor:0", why)), ToSpawner(TORCH, Kill(1, 9))]
+    # Its peers fail, and the role is told to end: that is not why this one ends.
+    assert ToSpawner(TORCH, Kill(1, 15)) not in agent.on(StopWorkers("actor", (0, 1), 15, 30.0)).commands
     agent.on(FromSpawner(TORCH, Reaped(1, 5.0, None, 9)))
     ends = [each.message for each in agent.commands if isinstance(each, ToMaster)]
     assert [(each.cause, each.note) for each in ends if isinstance(each, WorkerExited)] == [
