@@ -104,7 +104,8 @@ SECTIONS = {
         "train.Backend",
     ],
     "In a training function": [
-        *("train.report", "train.save_checkpoint", "train.load_checkpoint", "train.get_dataset_shard"),
+        *("train.report", "train.save_checkpoint", "train.load_checkpoint", "train.should_stop"),
+        "train.get_dataset_shard",
         *("train.prepare_model", "train.prepare_data_loader", "train.prepare_optimizer", "train.backward"),
         *("train.accelerate", "train.enable_reproducibility", "train.unwrap", "train.device"),
         *("train.world_rank", "train.local_rank", "train.world_size", "train.config", "train.in_worker"),

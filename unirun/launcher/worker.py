@@ -167,9 +167,9 @@ def run(kind: str, target: str, args: tuple[str, ...]) -> None:
 
 def _leave_as_told() -> None:
     """Raise SystemExit with 143 if the script has ended because `unirun.should_stop` said so."""
-    stopping = sys.modules.get("unirun.roles.stopping")
-    if stopping is not None and stopping.has_stopped():
-        raise SystemExit(stopping.TOLD)
+    module = sys.modules.get("unirun.roles.stopping")
+    if module is not None and module.has_stopped():
+        raise SystemExit(module.TOLD)
 
 
 def _run_script(path: str, args: tuple[str, ...]) -> None:

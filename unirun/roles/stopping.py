@@ -75,10 +75,12 @@ class Agreement:
 class Stopping:
     """The end of this process at a step of its own, in place of that by SIGTERM."""
 
-    def __init__(self) -> None:
-        self.stopped = self._told = False
-        self._agreement: tuple[tuple[Any, ...], Agreement] | None = None
-        self._series, self._step = 0, -1
+    def __init__(self, *, chained: bool = True) -> None:
+        """With `chained`, the handler of SIGTERM that was there is called as well; otherwise only by `close`."""
+        self.stopped = self.told = False
+        self._agreement: Agreement | None = None
+        self._where: tuple[Any, ...] = ()
+        self._series, self._step, self._chained = 0, -1, chained
         self._peers = init().peers
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("should_stop was called in another thread first", "call it in the main thread")
@@ -86,28 +88,34 @@ class Stopping:
         if not callable(self._before):
             self._peers.when_changed(self._look)
 
-    def should_stop(self, step: int) -> bool:
-        """Return True when the ranks of the role stop before `step`."""
-        if step < self._step:
-            # All ranks count again.
-            self._series += 1
-        self._step = step
-        alone = init().world_size == 1
-        self.stopped = self._told if alone else self._agreed().reached(step, told=self._told)
+    def should_stop(self, step: int, run: int = 0) -> bool:
+        """Return True when the ranks of the role stop before `step` of this run."""
+        if init().world_size == 1:
+            self.stopped = self.told
+        else:
+            self.stopped = self._agreed(step, run).reached(step, told=self.told)
         return self.stopped
 
-    def _agreed(self) -> Agreement:
-        """The agreement of this generation, in whose store the ranks meet."""
+    def _agreed(self, step: int, run: int) -> Agreement:
+        """The agreement about this run, in the store of this generation. All ranks may count again."""
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        key = (*address, self._peers.generation, self._series)
-        if self._agreement is None or self._agreement[0] != key:
+        where = (*address, self._peers.generation, run)
+        series = 0 if where != self._where else self._series + (step < self._step)
+        if self._agreement is None or (where, series) != (self._where, self._series):
             store = dist.TCPStore(*address, is_master=False, timeout=STORE_TIMEOUT)
-            self._agreement = key, Agreement(dist.PrefixStore(f"{self._series}", store))
-        return self._agreement[1]
+            self._agreement = Agreement(dist.PrefixStore(f"{run}/{series}", store))
+        self._where, self._series, self._step = where, series, step
+        return self._agreement
+
+    def close(self) -> None:
+        """Let SIGTERM do what it did before, and do it now if it has come meanwhile."""
+        signal.signal(signal.SIGTERM, self._before)
+        if self.told:
+            signal.raise_signal(signal.SIGTERM)
 
     def _signalled(self, signum: int, frame: FrameType | None) -> None:
-        self._told = True
-        if callable(self._before):
+        self.told = True
+        if self._chained and callable(self._before):
             self._before(signum, frame)
 
     def _look(self) -> None:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         local_rank,
         report,
         save_checkpoint,
+        should_stop,
         world_rank,
         world_size,
     )
@@ -86,6 +87,7 @@ __all__ = [
     "prepare_optimizer",
     "report",
     "save_checkpoint",
+    "should_stop",
     "unwrap",
     "world_rank",
     "world_size",
@@ -123,6 +125,7 @@ _HOMES = {
         "local_rank",
         "report",
         "save_checkpoint",
+        "should_stop",
         "world_rank",
         "world_size",
     ),

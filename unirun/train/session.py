@@ -23,6 +23,7 @@ from unirun.errors import UsageError
 from unirun.roles.calls.codec import dump
 from unirun.roles.interruption import Interrupted
 from unirun.roles.nested import mapped
+from unirun.roles.stopping import Stopping
 from unirun.train.checkpoints import (
     CheckpointWriter,
     Folder,
@@ -61,6 +62,8 @@ class Session:
     """The scaler of gradients, for float16 on a GPU."""
     has_prepared = False
     """True if a model or an optimizer was prepared in this precision."""
+    attempt = 0
+    """The number of the attempt, the same in all ranks."""
     accelerated_first = False
     """True if the function has called `accelerate` before that."""
 
@@ -97,6 +100,8 @@ class Session:
         self._waited = 0.0
         self._reseed: Callable[[int], None] = lambda number: None
         self._saves = saves
+        self._asked = 0
+        self._stopping: Stopping | None = None
         self._next = Reported(1)
         """The next report, as far as it is known."""
         self._loaded = resume is None
@@ -132,6 +137,23 @@ class Session:
         with self._changed:
             self._reports.append(replace(self._next, pending=pending, ended=True))
             self._changed.notify_all()
+
+    def should_stop(self) -> bool:
+        """Return True when all ranks stop, after as many calls in each."""
+        self._check_run("should_stop")
+        self.check()
+        self._stopping = self._stopping or Stopping(chained=False)
+        self._asked += 1
+        return self._stopping.should_stop(self._asked, self.attempt)
+
+    def leave_as_told(self) -> None:
+        """The function is over. If it has asked whether it should stop, and the worker was told to end: let the
+        checkpoint count, and end."""
+        if self._stopping is None:
+            return
+        if self._stopping.stopped and self._writer is not None:
+            self._writer.settle()
+        self._stopping.close()
 
     def take(self, number: int) -> Reported:
         """The report with this number; those before were taken. Waits for it, or for the end. Raises `Interrupted`."""
@@ -446,6 +468,21 @@ def load_checkpoint(into: dict[str, Any] | None = None) -> dict[str, Any] | None
     them. Raises `CheckpointDamaged`, and `UsageError` for a name that it does not have.
     """
     return session().load(into)
+
+
+def should_stop() -> bool:
+    """Return True when this rank is to save a checkpoint and return, as the workers are told to end: their job is
+    stopped, preempted or cancelled. Every rank asks equally often, and all are told at the same time::
+
+        for epoch in range(first, EPOCHS):
+            if train.should_stop():
+                train.save_checkpoint(model=model, epoch=epoch)
+                return
+
+    From the first call on, a signal to end does not interrupt the function, which has the grace period. The checkpoint
+    counts without a report. As `unirun.should_stop`. Raises `UsageError` in a function that is no run.
+    """
+    return session().should_stop()
 
 
 def get_dataset_shard(

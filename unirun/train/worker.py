@@ -290,6 +290,7 @@ class TrainWorker(BaseWorkload):
                 session.interrupt(reason)
             self._ended = {number: why for number, why in self._ended.items() if number > turn.attempt}
             self._begun.notify_all()
+        session.attempt = turn.attempt
         enter(session)
         page().begin()
         try:
@@ -315,6 +316,7 @@ class TrainWorker(BaseWorkload):
         finally:
             enter(None)
             session.end_loaders()
+            session.leave_as_told()
             with self._begun:
                 self._calling = False
                 ending, self._ending = self._ending, None

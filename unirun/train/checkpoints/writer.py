@@ -263,6 +263,12 @@ class CheckpointWriter:
                 self._changed.notify_all()
             return self._untold()
 
+    def settle(self) -> None:
+        """Commit what is written, without the driver, and wait for it."""
+        pending = self._pending
+        if pending is not None and not self._rank:
+            self.commit(pending.number).result(CHECKPOINT_WRITE_TIMEOUT)
+
     def close(self) -> None:
         """Give up: what is not committed does not count."""
         with self._changed:
