@@ -236,3 +236,57 @@ class TestOutsideOfTheFunction:
         assert result.code == 1
         assert result.lines == ["done"]
         assert "a resilient function was called before in this process" in result.err
+
+
+class TestAWorkload:
+    def test_a_rank_that_comes_has_the_state_of_another_one_before_on_generation(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        """Two of three ranks are killed, one after the other; the state has come through both."""
+        folder = script(
+            """
+            import os, signal, torch, torch.distributed as dist, unirun
+
+            class Worker(unirun.BaseWorkload):
+                def setup(self):
+                    dist.init_process_group("gloo")
+                    self.state = {"weights": torch.zeros(3), "steps": 0}
+
+                def get_state(self):
+                    return self.state
+
+                def set_state(self, state):
+                    self.state = state
+
+                def on_generation(self, generation):
+                    print("has", generation, self.rank, self.state["steps"], flush=True)
+
+                def learn(self):
+                    self.state["weights"] += 1
+                    self.state["steps"] += 1
+                    return [*self.state["weights"].tolist(), self.state["steps"]]
+
+                def die(self):
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            class Trainer(unirun.BaseTrainer):
+                def init(self):
+                    pass
+
+                def fit(self):
+                    for rank in (0, 2):
+                        self.RG_W.learn()
+                        try:
+                            self.RG_W[rank].die()
+                        except unirun.WorkerLost:
+                            pass
+                    print("learnt", self.RG_W.learn.options(idempotent=True).call(), flush=True)
+            """,
+            "stateful.py",
+        ).parent
+        result = unirun("--roles", "w=3@stateful:Worker", "--trainer", "stateful:Trainer", "--cwd", folder)
+        assert result.code == 0, result.err
+        assert f"learnt {[[3.0, 3.0, 3.0, 3]] * 3}" in result.out
+        assert sorted(re.findall(r"has (\d \d \d)", result.out)) == [
+            f"{generation} {rank} {generation}" for generation in range(3) for rank in range(3)
+        ]

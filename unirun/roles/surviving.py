@@ -7,32 +7,27 @@ have ended, and `Interrupted` is raised in Python code. All ranks then call the 
 
 from __future__ import annotations
 
-import copy
 import functools
 import multiprocessing
 import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from unirun.errors import UsageError
 from unirun.roles.context import init
 from unirun.roles.formation import Formation
 from unirun.roles.interruption import Interrupted, MainThread
-from unirun.roles.nested import mapped
-from unirun.roles.process_groups import c10d, dist
+from unirun.roles.process_groups import dist
+from unirun.roles.replicas import in_memory, newer
 from unirun.wire.reports import Resilient
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-CPU = torch.device("cpu")
 
 STORE_TIMEOUT = timedelta(seconds=30)
 """For an answer of the role's store."""
@@ -74,7 +69,7 @@ class ResilientState:
         """
         plain = {name: _state_of(value) for name, value in values.items()}
         # One assignment, between whose parts nothing is interrupted.
-        self._kept = self._kept[0] + 1, mapped(_in_memory, plain)
+        self._kept = self._kept[0] + 1, in_memory(plain)
 
     def load(self, **into: Any) -> dict[str, Any]:
         """Put the values that were saved last into the objects with a ``load_state_dict()``, by name, and return the
@@ -84,67 +79,13 @@ class ResilientState:
         Raises `UsageError` without a process group.
         """
         if self._survivor is not None and self._survivor.world_size > 1:
-            self._agree()
+            self._kept = newer(self._kept[0], lambda: self._kept[1]) or self._kept
         # A copy, as an optimizer goes on with the tensors that it is given.
-        saved: dict[str, Any] = mapped(_in_memory, self._kept[1])
+        saved: dict[str, Any] = in_memory(self._kept[1])
         for name in saved.keys() & into.keys():
             if hasattr(into[name], "load_state_dict"):
                 _unwrapped(into[name]).load_state_dict(saved.pop(name))
         return saved
-
-    def _agree(self) -> None:
-        """Let all ranks have the values of the one that has saved most often.
-
-        They are sent by broadcasts over gloo, which need no more than the group that is there. The paths of weights
-        need a channel, declared roles and a publisher that has attached. A point-to-point transfer is not in torch's
-        flight recorder, so a wait that gloo forgets would not be found.
-        """
-        if not dist.is_initialized():
-            raise UsageError("ResilientState.load needs a process group", "call init_process_group before it")
-        world = c10d._get_default_group()
-        serves_cpu = CPU in world._device_types
-        group = world if serves_cpu else dist.new_group(backend="gloo")
-        every = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, torch.tensor([self._kept[0]]), group=group)
-        counts = [int(each) for each in every]
-        if min(counts) < max(counts):
-            self._share(counts.index(max(counts)), max(counts), group)
-        if not serves_cpu:
-            dist.destroy_process_group(group)
-
-    def _share(self, source: int, count: int, group: Any) -> None:
-        """Send the values of the rank `source` to all; those that have saved less often take them."""
-        tensors: list[torch.Tensor] = []
-
-        def taken(leaf: Any) -> Any:
-            """An empty tensor for an outline."""
-            if isinstance(leaf, Outline):
-                tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype))
-                return tensors[-1]
-            return leaf
-
-        def outlined(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor):
-                tensors.append(leaf)
-                return Outline(leaf.shape, leaf.dtype)
-            return leaf
-
-        sends = dist.get_rank() == source
-        told: list[Any] = [mapped(outlined, self._kept[1]) if sends else None]
-        dist.broadcast_object_list(told, source, group, CPU)
-        values = self._kept[1] if sends else mapped(taken, told[0])
-        for tensor in tensors:
-            dist.broadcast(tensor, source, group)
-        if self._kept[0] < count:
-            self._kept = count, values
-
-
-@dataclass(frozen=True)
-class Outline:
-    """A tensor of values that are sent."""
-
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 def _unwrapped(value: Any) -> Any:
@@ -155,18 +96,6 @@ def _unwrapped(value: Any) -> Any:
 def _state_of(value: Any) -> Any:
     value = _unwrapped(value)
     return value.state_dict() if hasattr(value, "state_dict") else value
-
-
-def _in_memory(leaf: Any) -> Any:
-    """A copy of a leaf, of a tensor in the memory of the host."""
-    if not isinstance(leaf, torch.Tensor):
-        return copy.deepcopy(leaf)
-    if hasattr(leaf, "placements"):
-        raise UsageError(
-            "ResilientState.save got a sharded tensor, of which no other rank has this part",
-            "save a checkpoint in files, and load it at the beginning of the function",
-        )
-    return leaf.detach().to("cpu", copy=True).contiguous()
 
 
 class Survivor:

@@ -7,6 +7,7 @@ import inspect
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from unirun.errors import UsageError
 from unirun.roles.calls.policy import invocations
 from unirun.roles.context import Context, init
 from unirun.roles.formation import Formation
+from unirun.roles.replicas import in_memory, newer
 from unirun.roles.workload import BaseTrainer, BaseWorkload, MasterHandle, bind
 from unirun.wire.reporting import report
 from unirun.wire.reports import Serving
@@ -91,7 +93,7 @@ def serve_workload(context: Context, kind: type[BaseWorkload]) -> None:
     peers, session = context.peers, context.session
     workload = make(kind, BaseWorkload, master_handle=MasterHandle(context), config=_config(context))
     _expect_base(workload, BaseWorkload, "_master_handle")
-    formation = Formation(peers, workload.on_generation)
+    formation = Formation(peers, partial(_formed, workload, Replica(workload)))
     workload._synced, workload._anew = session.synced, formation.anew
     dispatcher = session.dispatcher(workload, invocations(workload), formation)
 
@@ -112,6 +114,30 @@ def serve_workload(context: Context, kind: type[BaseWorkload]) -> None:
     finally:
         dispatcher.close()
         workload.teardown()
+
+
+class Replica:
+    """The state of a workload that offers ``get_state`` and ``set_state``: a rank that comes gets that of another."""
+
+    def __init__(self, workload: BaseWorkload) -> None:
+        self._workload, self._has = workload, False
+        self._offered = all(hasattr(workload, name) for name in ("get_state", "set_state"))
+
+    def complete(self) -> None:
+        """Take the state of another rank, if this one is new and there is one that is not. All ranks call it."""
+        workload: Any = self._workload
+        if not self._offered or workload.world_size == 1:
+            return
+        found = newer(int(self._has), lambda: in_memory(workload.get_state()))
+        if found is not None:
+            workload.set_state(found[1])
+        self._has = True
+
+
+def _formed(workload: BaseWorkload, replica: Replica, generation: int) -> None:
+    """The group is formed: first a state for the ranks that have none, then the user's method."""
+    replica.complete()
+    workload.on_generation(generation)
 
 
 def run_trainer(context: Context, kind: type[BaseTrainer]) -> None:

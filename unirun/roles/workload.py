@@ -134,7 +134,11 @@ class BaseWorkload:
     When another rank of the role dies, that rank is started again alone, and this object keeps its memory. A call
     that waits for the dead rank in a collective fails. Before the next call unirun forms the default process group
     again, with the same backend, and calls `on_generation` in every rank. Work that all ranks do together after a
-    restart, such as sending the weights to the new rank, belongs there.
+    restart belongs there.
+
+    A workload whose ranks are replicas may offer ``get_state()``, which returns tensors and what can be pickled, in
+    lists and dicts, and ``set_state(state)``. Before `on_generation`, a rank that was started again then gets the state
+    of another one, with its tensors in the memory of the host.
     """
 
     __unirun_kind__: ClassVar[str] = "workload"
