@@ -305,7 +305,7 @@ def _calls(draft: JobDraft, who: WorkerId, event: Calls) -> None:
 def _store_opened(draft: JobDraft, event: StoreOpened) -> None:
     role = draft.role(event.role)
     running = draft.state.phase is JobPhase.RUNNING and not draft.state.away
-    # A role that restarts while it forms a generation forms another one when its workers have ended.
+    # A role that restarts may have begun to form a generation before: its workers end first, and then form another one.
     restarts = role.phase is RolePhase.RESTARTING and not role.living
     awaited = running and (restarts or role.phase is RolePhase.REFORMING)
     # While a misplaced worker is in the way the event is ignored; the store is asked for again when that one is gone.

@@ -7,7 +7,15 @@ import pytest
 from tests.unit.failover.job import KILL, Job
 from unirun.values import WorkerId
 from unirun.wire.messages import StartRole, StopWorkers
-from unirun.wire.reports import FromWorker, GroupFormed, Resilient, StoreEnded, WorkerRunning
+from unirun.wire.reports import (
+    FromWorker,
+    GroupFormed,
+    OpenStore,
+    Resilient,
+    StoreEnded,
+    StoreOpened,
+    WorkerRunning,
+)
 
 
 def script(count: int = 4, restarts: int = 3) -> Job:
@@ -64,6 +72,22 @@ class TestADeath:
         job = said(script(2), 0, 1).exits("actor", 1, by=KILL).exits("actor", 0, by=KILL)
         assert [order.ranks for order in job.orders(StopWorkers)] == [(1,)]
         assert job.phases() == {"actor": "restarting"}
+
+    def test_ranks_that_are_told_to_end_do_so_before_the_next_generation_though_a_store_for_one_opens(
+        self,
+    ) -> None:
+        """Rank 1 dies, and rank 0, the last one inside, dies before the store for the next generation is there."""
+        job = said(script(3), 0, 1)
+        job.stores_open = False
+        job.exits("actor", 1, by=KILL).exits("actor", 0, by=KILL)
+        assert [order.ranks for order in job.orders(StopWorkers)] == [(2,)]
+        orders = job.orders(StopWorkers)
+        job.on(StoreOpened("actor", 1))
+        assert restarted(job) == []
+        job.exits("actor", 2, by=orders[0].signal, asked=orders[0].signal)
+        assert [order.generation for order in job.orders(OpenStore)] == [2]
+        job.on(StoreOpened("actor", 2))
+        assert restarted(job) == [(0, 1), (1, 1), (2, 1)]
 
     def test_a_rank_that_was_forming_a_generation_which_has_ended_costs_nothing(self) -> None:
         """
