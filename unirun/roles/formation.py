@@ -179,6 +179,7 @@ class Formation:
     def _meet(self, prefix: str) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+        self._groups.latest = None
         self._groups.end_all()
         info = self._peers.known(self._peers.role)
         address, port = split_endpoint(info.endpoint)

@@ -38,6 +38,9 @@ class ProcessGroups:
         """Called with the stack of the main thread when it waits for a collective that gloo has forgotten."""
         self.default: dict[str, Any] | None = None
         """The arguments of ``init_process_group`` for the latest default group; None if there was none."""
+        self.latest: Any = None
+        """The latest default group. It has to outlive the modules that use it: the reducer of DistributedDataParallel
+        would destroy it with the GIL held, for which a thread of gloo may wait that the destructor joins."""
         self._groups: list[GlooGroup] = []
         self._lock = threading.Lock()
         self._mine = threading.local()
@@ -168,7 +171,10 @@ def _wrapped_helper(groups: ProcessGroups, helper: Callable[..., Any]) -> Callab
                 "device_id": kwargs.get("device_id"),
             }
         with groups.meeting(group_name, store):
-            return helper(size, rank, ranks, backend, store, group_name, *args, **kwargs)
+            made = helper(size, rank, ranks, backend, store, group_name, *args, **kwargs)
+        if kwargs.get("group_desc") == "default_pg":
+            groups.latest = made[0]
+        return made
 
     return make
 

@@ -22,7 +22,7 @@ from unirun.errors import UsageError
 from unirun.roles.context import init
 from unirun.roles.formation import Formation
 from unirun.roles.interruption import Interrupted, MainThread
-from unirun.roles.process_groups import dist
+from unirun.roles.process_groups import dist, process_groups
 from unirun.roles.replicas import in_memory, newer
 from unirun.wire.reports import Resilient
 
@@ -136,6 +136,8 @@ class Survivor:
                     self._formation.leave_to_user()
                 self._formation.follow()
                 result = self.main.run(function, self.check)
+                # The function may have destroyed it.
+                process_groups().latest = None
                 self.main.run(self._wait_for_all, self.check)
             except Interrupted:
                 continue
