@@ -72,7 +72,7 @@ def ends(out: str) -> dict[int, tuple[str, int]]:
 
 
 class TestResilient:
-    @pytest.mark.long
+    @pytest.mark.chaos
     def test_a_run_with_ten_kills_ends_as_an_unbroken_run_to_the_bit(
         self, unirun: Unirun, script: Script
     ) -> None:

@@ -15,9 +15,12 @@ from .cluster import UnirunOnHosts
 
 
 @pytest.fixture
-def cluster(hosts: Hosts, tmp_path: Path) -> Iterator[UnirunOnHosts]:
+def cluster(hosts: Hosts, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[UnirunOnHosts]:
     """The command on this machine, which has the hosts in its ssh configuration."""
-    with swept(UnirunOnHosts(tmp_path, hosts)) as command:
+    over_ssh = UnirunOnHosts(tmp_path, hosts)
+    if (marker := request.node.get_closest_marker("breaks")) is not None:
+        over_ssh.breaks = marker.args[0]
+    with swept(over_ssh) as command:
         yield command
         for host in hosts:
             # What agents and masters have said, to be read after a failure: the files of a host go with it.

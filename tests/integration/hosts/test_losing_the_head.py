@@ -31,6 +31,7 @@ def test_without_a_store_elsewhere_the_job_ends_with_what_would_have_saved_it(
     cluster.assert_nothing_left()
 
 
+@pytest.mark.breaks("gave up waiting for the end of etcd")
 @pytest.mark.parametrize("power", variants("on", "off"))
 @pytest.mark.parametrize("etcd", variants("of the job", "of somebody else"))
 def test_with_etcd_the_job_goes_on_under_a_master_elsewhere(
@@ -73,6 +74,7 @@ def test_the_command_ends_when_the_rest_has_ended_after_most_hosts_are_lost(clus
 
 
 @pytest.mark.chaos
+@pytest.mark.breaks("gave up waiting for the rest of the nodes' files")
 def test_the_command_ends_when_the_head_can_start_no_master(cluster: UnirunOnHosts) -> None:
     """Its agent lives, and goes on trying. A master that is only stopped is replaced (`test_silent_hosts`)."""
     job = cluster.over_ssh(LIVING)
