@@ -180,7 +180,7 @@ def test_a_workload_that_hangs_in_a_call_is_killed_alone_and_its_peer_survives(
     """
     1. Rank 1 sleeps in a call, while rank 0 waits for it in a collective and the trainer for both.
     2. Rank 1 alone is killed. Rank 0 keeps its process, and the call is made again.
-    3. Between its calls, and while the trainer computes, nobody is late.
+    3. Between its calls, and while the trainer computes, no rank is late.
     """
     script(ADDERS, "adders.py")
     result = unirun.start("--config", script(ADDING, "job.yaml"), cwd=tmp_path).end()

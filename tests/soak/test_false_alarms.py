@@ -1,4 +1,4 @@
-"""Nobody is given up without need: a busy machine, agents and masters that are stopped for a second at a time, and ranks
+"""No worker or node is given up without need: a busy machine, agents and masters that are stopped for a second at a time, and ranks
 that pause and save.
 
 It takes ten minutes; UNIRUN_SOAK_SECONDS=120 runs for so long.

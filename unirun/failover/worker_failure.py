@@ -143,7 +143,8 @@ def _fail(draft: JobDraft, worker: WorkerState, event: WorkerExited, end: Exit) 
         job=budget_above(state, name, now),
         rank=budget_of_rank(state, role, rank, now),
     )
-    others = _affected(state, name if decision.action == "restart_role" else f"{name}:{rank}")
+    whole = decision.action in ("restart_role", "restart_job")
+    others = _affected(state, name if whole else f"{name}:{rank}")
     draft.fail(replace(failure, decision=decision.reason, affected=others))
     if event.taken and decision.action != "end_job":
         # Its successor gets other ports. Without one it keeps them, as other roles may name them.

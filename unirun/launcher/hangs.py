@@ -25,13 +25,10 @@ from unirun.spec.job import JobSpec
 from unirun.values import WorkerId
 from unirun.wire.messages import AskProgress, EndHung
 from unirun.wire.progress import Snapshot, open_page, read_page, want_evidence
-from unirun.wire.reports import Late, Message, Progress, RankProgress, Steps, Wait
+from unirun.wire.reports import Late, Message, Progress, RankProgress, Wait
 
-LOOK_INTERVAL = 0.1
-"""Seconds between two looks at the pages of a role with a time-out; without one a second is enough."""
-
-STEPS_INTERVAL = 1.0
-"""Seconds between two reports of steps to the master."""
+LOOK_INTERVAL, NOTICE_INTERVAL = 0.1, 1.0
+"""Seconds between two looks at the pages, if a role has a time-out, and otherwise."""
 
 EVIDENCE_TIMEOUT = 0.3
 """Seconds in which workers write their stacks."""
@@ -58,11 +55,9 @@ class ProgressWatch:
             for role in spec.roles
             if role.hang_timeout
         }
-        self._interval = LOOK_INTERVAL if self._limits else STEPS_INTERVAL
+        self._interval = LOOK_INTERVAL if self._limits else NOTICE_INTERVAL
         self._numbers: dict[int, int] = {}
         self._handles: dict[int, int] = {}
-        self._steps: dict[str, int] = {}
-        self._told: dict[str, int] = {}
         # The time of the latest progress of a worker, and its longest time without any, in seconds.
         self._longest: dict[int, tuple[int, float]] = {}
         self._next: dict[str, float] = {}
@@ -79,21 +74,14 @@ class ProgressWatch:
         self._handles.clear()
 
     async def watch(self) -> None:
-        """Look at the pages, and tell the master of steps, and of roles with a late rank."""
-        due = 0.0
+        """Look at the pages, and tell the master of roles with a late rank."""
         while True:
             await asyncio.sleep(self._interval)
-            now = time.monotonic()
-            self.look(now)
-            if now >= due and self._steps != self._told:
-                due = now + STEPS_INTERVAL
-                fresh = {who: step for who, step in self._steps.items() if self._told.get(who) != step}
-                self._tell(Steps(self._state().node, fresh))
-                self._told = dict(self._steps)
+            self.look(time.monotonic())
 
     def led(self) -> None:
         """There is another master, which has to be told again."""
-        self._told, self._next = {}, {}
+        self._next = {}
 
     def look(self, now: float) -> None:
         """Take one look at all pages, at the time `now` of the monotonic clock."""
@@ -103,8 +91,6 @@ class ProgressWatch:
             found = self._read(worker)
             if found is None:
                 continue
-            if found.step >= 0:
-                self._steps[str(worker.who)] = found.step
             role = worker.who.role
             if stalled > STALL_SECONDS:
                 # The workers may not have run either.

@@ -1,7 +1,7 @@
 """All messages between the processes of a job, as frozen values; `unirun.wire.frames` encodes them.
 
 ============  =======================================================================
-agent→master  Join Heartbeat SpawnerReady StoreOpened StoreEnded Notice Sample Steps Late Progress Knock
+agent→master  Join Heartbeat SpawnerReady StoreOpened StoreEnded Notice Sample Late Progress Knock
               ViewWanted Placed
               WorkerStarted WorkerRunning WorkerExited FromWorker (Serving Listening GroupFormed Resilient Metrics
               Calls MasterRequest Health)

@@ -422,13 +422,6 @@ class Sample(Message):
     cpu: dict[str, float]
 
 
-class Steps(Message):
-    """The latest steps that workers of `node` have reported, by ``role:rank``; those that have changed."""
-
-    node: str
-    steps: dict[str, int]
-
-
 # Hangs: what the agents of a role know of its ranks when one of them is late.
 
 

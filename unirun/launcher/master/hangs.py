@@ -1,4 +1,4 @@
-"""The master's side of hangs: the steps of all ranks, and the questions to the agents of a role with a late rank.
+"""The master's side of hangs: the questions to the agents of a role with a late rank.
 
 None of it is an event of the master's state machine, and nothing is stored: another master is told again.
 """
@@ -13,7 +13,7 @@ from unirun.spec.job import RoleSpec
 from unirun.values import Value
 from unirun.wire.aio import Stream
 from unirun.wire.messages import AskProgress, EndHung
-from unirun.wire.reports import Late, Progress, RankProgress, Steps
+from unirun.wire.reports import Late, Progress, RankProgress
 
 ANSWER_TIMEOUT = 1.0
 """Seconds in which agents answer; one that does not is silent, and its ranks are not judged."""
@@ -44,23 +44,10 @@ class HangWatch:
         say: Callable[[str, str], None],
     ) -> None:
         self._agents, self._nodes_of, self._spec_of, self._say = agents, nodes_of, spec_of, say
-        self._steps: dict[str, int] = {}
         self._questions: dict[str, _Question] = {}
         self._asked = 0
         # How long a rank of a role was late when that was said last, in seconds.
         self._said: dict[str, float] = {}
-
-    def steps(self, report: Steps) -> None:
-        """Take the steps of the ranks of a node."""
-        self._steps.update(report.steps)
-
-    def furthest(self, role: str) -> int:
-        """The furthest step that a rank of `role` has reported; -1 if none has.
-
-        It is as old as the latest report of its agent: a second, and more on a busy host. A rank that has started again
-        counts with the step of before until it reports one.
-        """
-        return max((step for who, step in self._steps.items() if who.rpartition(":")[0] == role), default=-1)
 
     def late(self, report: Late) -> None:
         """A rank of a role is late: ask for all of them, unless that is under way."""

@@ -84,7 +84,6 @@ from unirun.wire.reports import (
     Notice,
     Progress,
     Sample,
-    Steps,
     ViewWanted,
 )
 
@@ -619,8 +618,6 @@ class Master:
                     self._memory.update(message.memory)
                     self._cpu.update(message.cpu)
                     self._status_file.write_soon()
-                elif isinstance(message, Steps):
-                    self.hangs.steps(message)
                 elif isinstance(message, Late):
                     self.hangs.late(message)
                 elif isinstance(message, Progress):

@@ -9,10 +9,9 @@ from msgspec.structs import replace
 
 from tests.unit.failover.job import Job
 from tests.unit.launcher.master.harness import MasterHarness, end_well, receive_until
-from unirun.launcher.master.hangs import HangWatch
 from unirun.values import WorkerId
 from unirun.wire.messages import AskProgress, Attach, EndHung
-from unirun.wire.reports import Late, Notice, Progress, RankProgress, Steps, Wait
+from unirun.wire.reports import Late, Notice, Progress, RankProgress, Wait
 
 REDUCE = Wait("default_pg", 7, "all_reduce")
 
@@ -49,7 +48,6 @@ def watched(tmp_path: Path) -> MasterHarness:
 async def asked(master: MasterHarness, *, late: bool = True) -> None:
     """A master asks for evidence only when a rank hangs, and orders its end if it still does."""
     agent = await master.agent()
-    agent.send(Steps("n0", {"actor:0": 3}))
     agent.send(Late("n0", "actor"))
     assert (await receive_until(agent, AskProgress))[-1] == AskProgress("actor", evidence=False)
     agent.send(progress(6.0, 6.0))
@@ -61,7 +59,7 @@ async def asked(master: MasterHarness, *, late: bool = True) -> None:
         assert order.worker == WorkerId("actor", 1, 0)
         assert order.why == "hangs: no progress for 6.1 s: actor:0 waits for it in all_reduce 7 of default_pg"
     else:
-        # It is asked about again, and nobody is killed.
+        # It is asked about again, and no rank is killed.
         agent.send(Late("n0", "actor"))
         assert not any(isinstance(each, EndHung) for each in await receive_until(agent, AskProgress))
     await end_well(agent)
@@ -97,11 +95,3 @@ def test_without_a_time_out_the_console_says_it_once_and_again_after_twice_as_lo
         f"actor:0-1: no progress for {quiet} s; actor:0 in all_reduce 7 of default_pg" for quiet in (61, 123)
     ]
     assert harness.events("late") == said
-
-
-def test_the_furthest_step_of_a_role_is_known(harness: MasterHarness) -> None:
-    watch = HangWatch({}, lambda role: (), harness.model.state.role_spec, lambda role, text: None)
-    assert watch.furthest("actor") == -1
-    watch.steps(Steps("n0", {"actor:0": 3, "actor:1": 4, "rollout:0": 9}))
-    watch.steps(Steps("n1", {"actor:1": 2}))
-    assert watch.furthest("actor") == 3
