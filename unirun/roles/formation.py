@@ -177,10 +177,9 @@ class Formation:
         return dist.PrefixStore(prefix, self._connect(address, port, timeout))
 
     def _meet(self, prefix: str) -> None:
+        self._groups.end_all()
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._groups.latest = None
-        self._groups.end_all()
         info = self._peers.known(self._peers.role)
         address, port = split_endpoint(info.endpoint)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)

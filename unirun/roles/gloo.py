@@ -394,15 +394,21 @@ def wait_until_stuck(relevant: Callable[[], bool], call_of: Callable[[FrameType]
     still, asked = stillness(), -math.inf
     while True:
         now = time.monotonic()
-        frame = _main_frame()
-        stuck = still.lasts(call_of(frame) if frame is not None else None, now)
-        if stuck or now >= asked + RELEVANCE_CHECK_INTERVAL:
+        stack = _stack_if_still(still, call_of, now)
+        if stack is not None or now >= asked + RELEVANCE_CHECK_INTERVAL:
             if not relevant():
                 return None
-            if stuck:
-                return "".join(traceback.format_stack(frame))
+            if stack is not None:
+                return stack
             asked = now
         time.sleep(STACK_SAMPLE_INTERVAL)
+
+
+def _stack_if_still(still: Unchanged, call_of: Callable[[FrameType], object], now: float) -> str | None:
+    # The frame is not kept: with it, what the main thread has dropped meanwhile would stay.
+    frame = _main_frame()
+    stuck = still.lasts(call_of(frame) if frame is not None else None, now)
+    return "".join(traceback.format_stack(frame)) if stuck else None
 
 
 def _main_frame() -> FrameType | None:

@@ -29,6 +29,8 @@ class MainThread:
     def __init__(self) -> None:
         """Listen for the signal. Raises ValueError in any other thread than the main one."""
         self._check: Callable[[], None] | None = None
+        self._waking = False
+        """True from `wake` until the function has noticed. No event: its lock may be held when the signal comes."""
         signal.signal(INTERRUPT, self._signalled)
 
     def run(self, function: Callable[[], T], check: Callable[[], None]) -> T:
@@ -39,6 +41,7 @@ class MainThread:
             return function()
         finally:
             self._check = None
+            self._waking = False
 
     def runs(self, check: Callable[[], None]) -> bool:
         """Return True while the function with this `check` runs, and has not been interrupted."""
@@ -47,17 +50,23 @@ class MainThread:
     def wake(self, check: Callable[[], None]) -> None:
         """Let the function with this `check` notice that it is interrupted. A signal that comes just before a system
         call does not end that, so it is sent until the function has noticed."""
-        if not self.runs(check):
+        if self.runs(check):
+            self._waking = True
+            self._signal()
+
+    def _signal(self) -> None:
+        if not self._waking:
             return
         with contextlib.suppress(ProcessLookupError):
             signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT)
-        threading.Timer(INTERRUPT_RETRY_INTERVAL, self.wake, [check]).start()
+        threading.Timer(INTERRUPT_RETRY_INTERVAL, self._signal).start()
 
     def _signalled(self, signum: int, frame: FrameType | None) -> None:
         check = self._check
         if check is None or _imports(frame):
             # A module that was imported in part would stay so in this process.
             return
+        self._waking = False
         # Once: what the function does to clean up is not interrupted.
         self._check = None
         check()

@@ -38,10 +38,12 @@ class ProcessGroups:
         """Called with the stack of the main thread when it waits for a collective that gloo has forgotten."""
         self.default: dict[str, Any] | None = None
         """The arguments of ``init_process_group`` for the latest default group; None if there was none."""
-        self.latest: Any = None
-        """The latest default group. It has to outlive the modules that use it: the reducer of DistributedDataParallel
-        would destroy it with the GIL held, for which a thread of gloo may wait that the destructor joins."""
         self._groups: list[GlooGroup] = []
+        self._kept: list[tuple[Any, list[GlooGroup]]] = []
+        """torch's groups that must not be destroyed yet, each with its gloo groups: the default one, and those that
+        have ended. Whoever drops the last reference joins gloo's threads, perhaps with the GIL held, as the reducer of
+        DistributedDataParallel does. Such a thread may wait for the GIL, as it drops a tensor, or for a collective
+        that gloo has forgotten."""
         self._lock = threading.Lock()
         self._mine = threading.local()
 
@@ -76,23 +78,45 @@ class ProcessGroups:
     def end_outdated(self) -> None:
         """End the groups whose generation is over. May be called from any thread."""
         with self._lock:
-            groups = list(self._groups)
-        self._end([group for group in groups if not group.ended and group.over()])
+            groups = [group for group in self._groups if not group.ended and group.over()]
+        self._end(groups)
+        if any(group.formed for group in groups):
+            threading.Thread(target=self._watch, args=(groups,), name="unirun-forgotten", daemon=True).start()
 
     def end_all(self) -> None:
-        """End every group."""
+        """End every group. Called by the main thread, which therefore waits in none of them."""
         with self._lock:
             groups, self._groups = self._groups, []
         self._end(groups)
 
+    def keep(self, group: Any, name: str) -> None:
+        """Keep torch's `group` of that name until it is released."""
+        with self._lock:
+            mine = [each for each in self._groups if each.name == name and not each.ended]
+            self._kept.append((group, mine))
+
+    def release(self) -> None:
+        """Let the kept groups go in which no collective is under way. Called when what used them is gone."""
+        with self._lock:
+            gone, self._kept = self._kept, [each for each in self._kept if forgotten(each[1])]
+        # Not with the lock held, as this may destroy them.
+        gone.clear()
+
     def _end(self, groups: Sequence[GlooGroup]) -> None:
+        names = {group.name for group in groups}
+        with self._lock:
+            ended = [(group, name) for group, name in list(c10d._world.pg_names.items()) if name in names]
+            self._kept += [(each, [group for group in groups if group.name == name]) for each, name in ended]
         for group in groups:
             group.end()
-        if any(group.formed for group in groups):
-            threading.Thread(target=self._watch, args=(groups,), name="unirun-forgotten", daemon=True).start()
 
     def _watch(self, groups: Sequence[GlooGroup]) -> None:
-        stack = wait_until_stuck(lambda: forgotten(groups), blocked)
+        def relevant() -> bool:
+            with self._lock:
+                left = not any(each in self._groups for each in groups)
+            return not left and forgotten(groups)
+
+        stack = wait_until_stuck(relevant, blocked)
         if stack is not None:
             self.forgot(stack)
 
@@ -173,7 +197,8 @@ def _wrapped_helper(groups: ProcessGroups, helper: Callable[..., Any]) -> Callab
         with groups.meeting(group_name, store):
             made = helper(size, rank, ranks, backend, store, group_name, *args, **kwargs)
         if kwargs.get("group_desc") == "default_pg":
-            groups.latest = made[0]
+            groups.release()
+            groups.keep(made[0], group_name)
         return made
 
     return make

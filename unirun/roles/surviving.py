@@ -136,9 +136,8 @@ class Survivor:
                     self._formation.leave_to_user()
                 self._formation.follow()
                 result = self.main.run(function, self.check)
-                # The function may have destroyed it.
-                process_groups().latest = None
                 self.main.run(self._wait_for_all, self.check)
+                process_groups().release()
             except Interrupted:
                 continue
             except Exception as error:
@@ -160,7 +159,8 @@ class Survivor:
     def _wait_for_all(self) -> None:
         """Return when every rank has returned from the function. Until then each is needed if one of them is lost, and
         calls the function again."""
-        store = self._formation.store("unirun/resilient", STORE_TIMEOUT)
+        # The store may be that of the next generation already, as all have one address.
+        store = self._formation.store(f"unirun/resilient/{self.generation}", STORE_TIMEOUT)
         returned, pause = store.add("returned", 1), MIN_END_POLL_INTERVAL
         while returned < self.world_size:
             time.sleep(pause)

@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -246,6 +248,37 @@ class TestAGroup:
         groups.end_all()
         sums = [ranks.submit(summed, one, 1.0), ranks.submit(summed, other, 2.0)]
         assert [each.result(WAIT_TIMEOUT) for each in sums] == [3.0, 3.0]
+
+
+class TestAnEndedGroup:
+    """torch's destructor of a group joins gloo's threads, which may be in a collective that gloo has forgotten."""
+
+    def test_is_kept_until_no_collective_of_it_is_under_way(
+        self, groups: ProcessGroups, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        under_way = True
+        monkeypatch.setattr("unirun.roles.process_groups.forgotten", lambda found: under_way and bool(found))
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        group = weakref.ref(dist.distributed_c10d._get_default_group())
+        groups.end_all()
+        dist.destroy_process_group()
+        groups.release()
+        assert group() is not None
+        under_way = False
+        groups.release()
+        assert group() is None
+
+    def test_the_default_group_outlives_its_destruction_by_the_user_until_the_next_one(
+        self, groups: ProcessGroups
+    ) -> None:
+        found = []
+        for _ in range(2):
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+            found.append(weakref.ref(dist.distributed_c10d._get_default_group()))
+            dist.destroy_process_group()
+        assert [each() is None for each in found] == [True, False]
+        groups.release()
+        assert found[1]() is None
 
 
 class Others:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -90,8 +89,7 @@ class Remote:
 
     def kill(self) -> None:
         """SIGKILL."""
-        assert self._process.pid is not None
-        os.kill(self._process.pid, 9)
+        self._process.kill()
         self._process.join()
 
 

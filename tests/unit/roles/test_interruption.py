@@ -1,0 +1,93 @@
+"""`MainThread`: a function that runs in the main thread is interrupted once, and then left alone."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+
+from tests.waiting import WAIT_TIMEOUT, eventually
+from unirun.roles.interruption import INTERRUPT, Interrupted, MainThread
+
+
+class Lost:
+    """Says that a peer is lost, once it is."""
+
+    def __init__(self) -> None:
+        self.due = False
+        self.asked = 0
+
+    def check(self) -> None:
+        self.asked += 1
+        if self.due:
+            raise Interrupted
+
+
+@pytest.fixture
+def main() -> MainThread:
+    return MainThread()
+
+
+def timers() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
+
+
+def test_a_function_that_waits_is_interrupted(main: MainThread) -> None:
+    lost = Lost()
+
+    def wake() -> None:
+        lost.due = True
+        main.wake(lost.check)
+
+    threading.Timer(0.01, wake).start()
+    with pytest.raises(Interrupted):
+        main.run(lambda: time.sleep(WAIT_TIMEOUT), lost.check)
+
+
+def test_signals_end_when_the_function_has_noticed_that_nothing_is_due(main: MainThread) -> None:
+    lost = Lost()
+
+    def function() -> int:
+        main.wake(lost.check)
+        eventually(lambda: lost.asked > 1, "it was asked")
+        return lost.asked
+
+    asked = main.run(function, lost.check)
+    eventually(lambda: not timers(), "no timer is left")
+    assert lost.asked == asked == 2
+
+
+def test_a_function_that_is_called_again_gets_no_signal_of_the_one_before(main: MainThread) -> None:
+    lost = Lost()
+    lost.due = True
+    with pytest.raises(Interrupted):
+        main.run(lambda: None, lost.check)
+    lost.due = False
+
+    def interrupted() -> None:
+        lost.due = True
+        main.wake(lost.check)
+        time.sleep(WAIT_TIMEOUT)
+
+    with pytest.raises(Interrupted):
+        main.run(interrupted, lost.check)
+    lost.due, before = False, lost.asked
+    main.run(lambda: eventually(lambda: not timers(), "no timer is left"), lost.check)
+    assert lost.asked == before + 1
+
+
+def test_a_signal_in_an_import_waits(main: MainThread) -> None:
+    """The module would stay half-made. The signal comes again after it."""
+    lost = Lost()
+    source = f"import signal, threading\nsignal.pthread_kill(threading.get_ident(), {INTERRUPT})\n"
+
+    def function() -> None:
+        code = compile(source, "<frozen importlib._bootstrap>", "exec")
+        exec(code, {})  # noqa: S102 - it plays the import system
+        assert lost.asked == 1
+        signal.pthread_kill(threading.get_ident(), INTERRUPT)
+        assert lost.asked == 2
+
+    main.run(function, lost.check)
