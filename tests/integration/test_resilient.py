@@ -65,6 +65,58 @@ TEN = (
 """Ten kills: each at a step, of a rank, at a place. Rank 3 is never killed."""
 
 
+SHARDED = """
+    import os, pathlib, signal, sys, torch, torch.distributed as dist, unirun
+    import torch.distributed.checkpoint as dcp
+    from torch import nn
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    KILLS = [line.split() for line in sys.argv[1].split(",") if line]
+    SAVED = pathlib.Path("saved")
+
+    def dies(step):
+        mark = pathlib.Path(f"{step}-{dist.get_rank()}")
+        if [str(step), str(dist.get_rank())] in KILLS and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @unirun.resilient
+    def train(state):
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        print("begin", rank, os.getpid(), flush=True)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        steps = sorted(SAVED.glob("*/.metadata"), key=lambda path: int(path.parent.name))
+        step = 0
+        if steps:
+            step = int(steps[-1].parent.name)
+            m, o = get_state_dict(model, optimizer)
+            dcp.load({"m": m, "o": o}, checkpoint_id=str(steps[-1].parent))
+            set_state_dict(model, optimizer, model_state_dict=m, optim_state_dict=o)
+        while step < 12:
+            torch.manual_seed(1000 * step + rank)
+            loss = model(torch.randn(4, 8)).square().mean()
+            dies(step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if step % 2 == 0:
+                m, o = get_state_dict(model, optimizer)
+                dcp.save({"m": m, "o": o}, checkpoint_id=str(SAVED / str(step)))
+        total = sum(each.full_tensor().double().sum() for each in model.parameters())
+        print("end", rank, total.item().hex(), os.getpid(), flush=True)
+        dist.destroy_process_group()
+
+    train()
+"""
+
+
 def ends(out: str) -> dict[int, tuple[str, int]]:
     """The sum of the parameters and the pid of each rank, as they were printed last."""
     found = re.findall(r"end (\d) (\S+) (\d+)", out)
@@ -96,6 +148,20 @@ class TestResilient:
             n + m for n, m in zip([4, 5, 4, 1], forgotten, strict=True)
         ]
         assert len(list(train.parent.glob("*-*-*"))) == 10
+
+    @pytest.mark.chaos
+    def test_fsdp2_goes_on_from_checkpoints_in_files(self, unirun: Unirun, script: Script) -> None:
+        found = []
+        for name, kills in (("plain", ""), ("killed", "3 1,7 0,9 1")):
+            train = script(SHARDED, f"{name}/train.py")
+            result = unirun("--nproc-per-node", 3, "--max-restarts", 5, train, kills, cwd=train.parent)
+            assert result.code == 0, result.err
+            found.append(ends(result.out))
+            assert len(list(train.parent.glob("*-*"))) == len(kills.split(",")) * bool(kills)
+        assert {rank: total for rank, (total, _) in found[0].items()} == {
+            rank: total for rank, (total, _) in found[1].items()
+        }
+        assert len({*re.findall(r"begin 2 (\d+)", result.out)}) == 1
 
     @pytest.mark.long
     def test_the_example_ends_with_the_loss_of_the_plain_script_though_a_rank_is_killed(
