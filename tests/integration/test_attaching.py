@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import unirun as package
+from tests.effort import variants
 from tests.integration.harness import Script, Unirun, command_in
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import InvocationTimeout, JobError, RemoteTraceback, UsageError, WorkerLost
@@ -152,7 +153,7 @@ def test_each_call_of_several_visitors_runs_once(job: JobHandle) -> None:
     assert sorted(counts) == list(range(before + 1, before + 81))
 
 
-@pytest.mark.parametrize("how", ["leaves", "killed"])
+@pytest.mark.parametrize("how", variants("killed", "leaves"))
 def test_a_process_that_leaves_or_is_killed_takes_nothing_along(
     command: Unirun, job: JobHandle, script: Script, how: str
 ) -> None:

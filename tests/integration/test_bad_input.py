@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import variants
 from tests.waiting import WAIT_TIMEOUT
 from unirun.failover.diagnosis import OOM_KILLED
 from unirun.launcher.notes import PERHAPS
@@ -213,7 +214,7 @@ class TestAWorkerThatClosesItsLink:
         os.kill(int(pid), signal.SIGUSR1)
         assert job.end().code == 3
 
-    @pytest.mark.parametrize("method", ["fork", "exec"])
+    @pytest.mark.parametrize("method", variants("exec", "fork"))
     def test_a_worker_that_closes_its_link_after_init_continues_when_descriptors_are_reused(
         self, unirun: Unirun, script: Script, method: str
     ) -> None:

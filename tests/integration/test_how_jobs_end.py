@@ -9,6 +9,7 @@ import signal
 
 import pytest
 
+from tests.effort import variants
 from tests.waiting import WAIT_TIMEOUT
 
 from .harness import Script, Unirun
@@ -142,7 +143,7 @@ class TestTheRootCause:
         assert len(re.findall(rf"the cause of its restart: actor:1 on \S+: {says}", result.err)) == 1
         assert [row["rank"] for row in unirun.status()["failures"] if says in row["message"]] == [1, 1]
 
-    @pytest.mark.parametrize("method", ["fork", "exec"])
+    @pytest.mark.parametrize("method", variants("fork", "exec"))
     @pytest.mark.parametrize("recorded", [True, False], ids=["record", "uncaught"])
     def test_the_root_cause_has_the_traceback_with_and_without_record(
         self, unirun: Unirun, script: Script, recorded: bool, method: str

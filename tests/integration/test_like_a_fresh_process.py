@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import variants
+
 from .harness import Unirun, command_in
 
 SCRIPTS = {
@@ -125,7 +127,7 @@ class Ran:
         return self.unirun.log(role, 0, stream="stderr").decode()
 
 
-@pytest.fixture(scope="module", params=["fork", "exec"])
+@pytest.fixture(scope="module", params=variants("fork", "exec"))
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """One job for all processes of pytest-xdist: the tests only read what it has left."""
     base = tmp_path_factory.getbasetemp()

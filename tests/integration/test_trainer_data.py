@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.effort import variants
 from tests.integration.harness import Unirun, home_of
 from tests.integration.test_losing_a_node import agents
 from tests.integration.warm import Warm, WarmUnirun
@@ -52,7 +53,7 @@ def each_once(used: list[int]) -> bool:
     return sorted(first) == sorted(second) == [*range(SAMPLES)] and first != second
 
 
-@pytest.mark.parametrize("kill", [0, 7])
+@pytest.mark.parametrize("kill", variants(7, 0))
 def test_each_sample_of_an_epoch_is_used_once_though_a_rank_is_killed(
     home: Unirun, tmp_path: Path, kill: int
 ) -> None:

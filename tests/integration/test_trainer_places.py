@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import unirun as package
+from tests.effort import variants
 from tests.integration.harness import Unirun, command_in, gone, home_of
 from tests.integration.masters import Masters
 from tests.integration.warm import Warm, WarmUnirun
@@ -46,7 +47,7 @@ def step_by_step(config: dict[str, Any]) -> tuple[int, int]:
     return first, os.getpid()
 
 
-@pytest.fixture(scope="module", params=["sqlite", "etcd"])
+@pytest.fixture(scope="module", params=variants("etcd", "sqlite"))
 def home(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, warm: Warm
 ) -> Iterator[Unirun]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import variants
 from tests.integration.harness import START_TIMEOUT, Script, Unirun, alive, gone
 from tests.integration.warm import ONE_THREAD, Warm, WarmUnirun, end, ready
 from tests.waiting import eventually
@@ -62,7 +63,9 @@ class TestEveryJobThatFits:
             )
             assert "declines" not in result.err
 
-    @pytest.mark.parametrize("program", ["main.py", "-"], ids=["a program", "an interpreter without a file"])
+    @pytest.mark.parametrize(
+        "program", variants("-", "main.py"), ids=variants("an interpreter without a file", "a program")
+    )
     def test_a_submitted_job_that_fits_is_warm(self, unirun: Unirun, script: Script, program: str) -> None:
         """Its PYTHONPATH is the search path of the submitting program. A notebook is an interpreter without a file."""
         folder = script(CREW, "code/mine.py").parent
