@@ -1,6 +1,9 @@
-"""Groups of NCCL, where there is a GPU: one rank on each, two at most."""
+"""Groups of NCCL, where there is a GPU: one rank on each, two at most, or two on one."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,3 +53,103 @@ def test_a_role_is_formed_again_when_a_rank_is_killed_between_collectives(
     result = unirun(*options, script(SUM), within=3 * START_TIMEOUT)
     assert result.code == 0, result.err
     assert [line for line in result.lines if "generation" in line] == ["generation 1"] * ranks
+
+
+SHARED = """
+    import os
+    # NCCL refuses two ranks of one host on one device, so each says that it is a host of its own.
+    os.environ["NCCL_HOSTID"] = os.environ["RANK"]
+    import pathlib, signal, sys, time, torch, torch.distributed as dist, unirun
+
+    how = sys.argv[1]
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+"""
+"""The beginning of a script whose ranks share a device, in NCCL as well."""
+
+SURVIVING = (
+    SHARED
+    + """
+    from torch.nn.parallel import DistributedDataParallel
+
+    def dies(step, rank):
+        mark = pathlib.Path(f"died-{step}")
+        if rank == 1 and step in (3, 7) and not mark.exists() and how != "unbroken":
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @unirun.resilient
+    def train(state):
+        dist.init_process_group("nccl")
+        rank = dist.get_rank()
+        print("begin", rank, os.getpid(), flush=True)
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(64, 64, device=device), device_ids=[0])
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        saved = state.load(model=model, optimizer=optimizer)
+        for step in range(saved.get("step", 0), 10):
+            torch.manual_seed(1000 * step + rank)
+            loss = model(torch.randn(4, 64, device=device)).square().mean()
+            dies(step, rank)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state.save(model=model, optimizer=optimizer, step=step + 1)
+        total = sum(each.double().sum() for each in model.parameters())
+        print("end", rank, total.item().hex(), os.getpid(), flush=True)
+        dist.destroy_process_group()
+
+    train()
+"""
+)
+
+HANGING = (
+    SHARED
+    + """
+    dist.init_process_group("nccl")
+    tensor = torch.ones(1 << 20, device=device)
+    for step in range(6):
+        if step == 3 and dist.get_rank() == 1 and os.environ["UNIRUN_INCARNATION"] == "0":
+            print("begins to", how, flush=True)
+            while how == "spin":
+                pass
+            time.sleep(600)
+        dist.all_reduce(tensor)
+        torch.cuda.synchronize()
+    print("done", dist.get_rank(), flush=True)
+"""
+)
+
+
+def job_of(train: Path) -> Path:
+    """A job file for two ranks on one device."""
+    path = train.with_name("job.yaml")
+    path.write_text(f"script: {train}\nroles: {{default: {{count: 2, slots: 0.5}}}}\n")
+    return path
+
+
+def test_a_survivor_leaves_a_collective_of_nccl_and_keeps_its_process(unirun: Unirun, script: Script) -> None:
+    ends, begun = [], []
+    for how in ("unbroken", "killed"):
+        train = script(SURVIVING, f"{how}/train.py")
+        options = ("--config", job_of(train), "--max-restarts", 5, "--", how)
+        result = unirun(*options, cwd=train.parent, within=3 * START_TIMEOUT)
+        assert result.code == 0, result.err
+        ends.append(dict(re.findall(r"end (\d) (\S+)", result.out)))
+        begun = [len({*re.findall(rf"begin {rank} (\d+)", result.out)}) for rank in range(2)]
+    assert ends[0] == ends[1]
+    assert begun == [1, 3]
+
+
+@pytest.mark.parametrize("how", ["spin", "sleep"])
+def test_the_rank_that_does_not_come_to_a_collective_of_nccl_is_named_and_killed(
+    unirun: Unirun, script: Script, how: str
+) -> None:
+    train = script(HANGING)
+    limits = ("--hang-timeout", 5, "--first-step-timeout", 0, "--max-restarts", 1)
+    result = unirun("--config", job_of(train), *limits, "--", how, within=3 * START_TIMEOUT)
+    assert (result.code, result.lines.count("done 1")) == (0, 1), result.err
+    failures = {f"{each['role']}:{each['rank']}": each for each in unirun.status()["failures"]}
+    decision = failures["default:1"]["decision"]
+    assert "default:0 waits for it in all_reduce" in decision
+    assert "train.py:" in decision

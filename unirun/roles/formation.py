@@ -47,6 +47,9 @@ class Formation:
         self._told = -1
         self._groups = process_groups()
         self._groups.begin, self._groups.forgot = self._begin, forgot(peers)
+        self.before_abort: Callable[[], None] = lambda: None
+        """Called before the groups over NCCL of a generation that is over are aborted. What has waited for their
+        collectives then goes on, with wrong numbers."""
         self._watching, self._idling = threading.Lock(), threading.Lock()
 
     @property
@@ -64,10 +67,10 @@ class Formation:
         if not self.outdated:
             return
         self._groups.end_outdated()
+        self.before_abort()
         # All groups of this process have ranks of its role. NCCL has other connections than sockets.
-        for group, (backend, _) in list(c10d._world.pg_map.items()):
-            if "nccl" in str(backend):
-                threading.Thread(target=group.abort, name="unirun-abort", daemon=True).start()
+        for group in _over_nccl():
+            threading.Thread(target=group.abort, name="unirun-abort", daemon=True).start()
         if self._watching.acquire(blocking=False):
             threading.Thread(target=self._watch, name="unirun-stuck", daemon=True).start()
 
@@ -179,6 +182,9 @@ class Formation:
     def _meet(self, prefix: str) -> None:
         self._groups.end_all()
         if dist.is_initialized():
+            # The end of a communicator would wait for peers that are gone.
+            for group in _over_nccl():
+                group.abort()
             dist.destroy_process_group()
         info = self._peers.known(self._peers.role)
         address, port = split_endpoint(info.endpoint)
@@ -255,6 +261,11 @@ class Formation:
                 self._peers.tell(Stuck(why, stack))
         finally:
             self._watching.release()
+
+
+def _over_nccl() -> list[Any]:
+    """torch's groups of this process that use NCCL."""
+    return [group for group, (backend, _) in list(c10d._world.pg_map.items()) if "nccl" in str(backend)]
 
 
 def forgot(peers: Peers) -> Callable[[str], None]:

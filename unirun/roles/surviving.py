@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch.nn.parallel import DistributedDataParallel
@@ -34,6 +35,14 @@ STORE_TIMEOUT = timedelta(seconds=30)
 
 MIN_END_POLL_INTERVAL, MAX_END_POLL_INTERVAL = 0.001, 0.05
 """Seconds between two looks whether all ranks have returned: they grow from one to the other."""
+
+NCCL_SETTINGS = {
+    # Otherwise the watchdog ends this process when a peer has died, or lets the device go on with wrong numbers.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # Milliseconds, of which the watchdog sleeps four times as many after an error. Who destroys the group waits for it.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+}
+"""Variables that torch reads when it makes a group over NCCL."""
 
 SCRIPTS = ("script", "module", "function")
 """The kinds of entries whose workers may survive. Others have their own way to go on after a loss."""
@@ -106,9 +115,9 @@ class Survivor:
         self._formation = Formation(self._peers, lambda generation: None)
         self._called = False
         self.main = MainThread()
-        # In this order: what waits in a group has failed before the main thread is woken.
+        self._formation.before_abort = partial(self.main.wake, self.check)
         self._peers.when_changed(self._formation.news)
-        self._peers.when_changed(self._look)
+        os.environ |= NCCL_SETTINGS
 
     @property
     def generation(self) -> int:
@@ -151,10 +160,6 @@ class Survivor:
         """Raise `Interrupted` when another rank was lost."""
         if self._formation.outdated:
             raise Interrupted("another rank was lost")
-
-    def _look(self) -> None:
-        if self._formation.outdated:
-            self.main.wake(self.check)
 
     def _wait_for_all(self) -> None:
         """Return when every rank has returned from the function. Until then each is needed if one of them is lost, and

@@ -59,8 +59,9 @@ _OF_LIBRARIES = (
 """Prefixes of variables that libraries of torch and numpy read in C when loaded, and fsspec in a copy of all variables,
 besides `counts_at_import`."""
 
-_OWN_SIGNALS = sum(1 << (number - 1) for number in (1, 2, 3, 10, 12, 13, 15, 25))
-"""HUP, INT, QUIT, USR1, USR2, PIPE, TERM, XFSZ: unirun and Python decide whether these are ignored."""
+_OWN_SIGNALS = sum(1 << (number - 1) for number in (1, 2, 3, 10, 12, 13, 15, 25, 32, 33))
+"""HUP, INT, QUIT, USR1, USR2, PIPE, TERM, XFSZ: unirun and Python decide whether these are ignored. The last two are
+those of glibc's threads, which takes them when it needs them."""
 
 _STAT = {"priority": 15, "nice": 16, "scheduling policy": 38}
 """Fields of ``/proc/PID/stat``, counted from the one after the name."""
