@@ -64,7 +64,7 @@ SECTIONS = {
         "progress",
         "allowance",
     ],
-    "Scripts that survive, and stop together": ["resilient", "ResilientState", "should_stop"],
+    "Scripts that survive, and stop together": ["resilient", "ResilientState", "should_stop", "commit_job"],
     "Workloads": ["BaseWorkload", "trainer_invocation", "MasterHandle"],
     "Trainers": ["BaseTrainer", "run_in_process"],
     "Role groups and their results": [

@@ -82,6 +82,8 @@ def _print(status: JobStatus, master: str, batch: str, logs: str) -> None:
         budgets.append(f"the job {status.restarts} of {status.max_job_restarts}")
     if budgets:
         say(f"restarts: {', '.join(budgets)}")
+    if status.committed >= 0:
+        say(f"committed: step {status.committed} by all roles that commit together")
     nodes = ((status.spares, "held back"), (status.tainted, "tainted"), (status.lost, "lost"))
     if told := [f"{', '.join(names)} {what}" for names, what in nodes if names]:
         say(f"nodes: {'; '.join(told)}")

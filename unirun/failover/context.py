@@ -22,7 +22,7 @@ from unirun.failover.draft import Command, ToAgent, ToAgents
 from unirun.failover.state import NEVER, ROLE_WORKS, JobState, Ranks, RoleState, WorkerState
 from unirun.wire.messages import Shutdown, StopWorkers
 
-SCHEMA = 12
+SCHEMA = 13
 
 MAX_PLAIN_BYTES = 1 << 26
 """Bytes of the JSON. The largest jobs have some MB; without a limit, a small text in a shared store could fill the

@@ -211,5 +211,6 @@ def _start(draft: JobDraft, name: str, ranks: Collection[int]) -> None:
             members=members,
             mask=draft.state.placement.masks.get(name, ""),
             places=addresses,
+            committed=draft.state.commits.step,
         )
         draft.order(node, order)

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_FAILURE, EXIT_PLACEMENT, IllegalTransition
 from unirun.failover.budgets import budget_for, budget_of_job, with_payment
+from unirun.failover.commits import without_pending
 from unirun.failover.diagnosis import is_consequence, lost, missed, waited_for_a_peer
 from unirun.failover.draft import After, Due, Finish, JobDraft, ToWatchers
 from unirun.failover.generations import form_next, start_missing
@@ -438,7 +439,12 @@ def restart_job(draft: JobDraft) -> None:
     state, now = draft.state, draft.now
     budget = budget_of_job(state, now)
     paid = with_payment(state.paid, now, budget.limit)
-    draft.put(replace(state, restarts=state.restarts + 1, paid=paid))
+    commits = replace(state.commits, pending=())
+    draft.put(replace(state, restarts=state.restarts + 1, paid=paid, commits=commits))
+    if commits.step >= 0:
+        text = f"the job goes back to step {commits.step}, which all of {', '.join(commits.roles)} have"
+        draft.record("restart", text, *commits.roles)
+        draft.send(ToWatchers(Notice("job", text)))
     for name in state.roles:
         if draft.role(name).phase in (*ROLE_WORKS, RolePhase.RESTARTING):
             delay(draft, name, budget.back_off, with_job=True)
@@ -455,6 +461,7 @@ def delay(draft: JobDraft, name: str, seconds: float, *, with_job: bool = False)
 
 
 def _restart_all(draft: JobDraft, role: RoleState) -> None:
+    draft.put(replace(draft.state, commits=without_pending(draft.state.commits, role.name)))
     draft.put(replace(role, phase=RolePhase.RESTARTING), PhaseEvent.ROLE_RESTARTS)
     grace = draft.state.spec.shutdown_timeout
     draft.stop(role.name, signal.SIGTERM, grace, _patience(draft.state, role.name))

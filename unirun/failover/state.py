@@ -525,6 +525,22 @@ class Strike(Value):
     time: float
 
 
+class PendingCommit(Value):
+    """A `step` that these `ranks` have committed, by role, and others have not."""
+
+    step: int
+    ranks: Mapping[str, tuple[int, ...]]
+
+
+class Commits(Value):
+    """The `step` that the job goes back to when it restarts, -1 for none: the last one that all ranks of `roles` have
+    committed. `pending` are later ones."""
+
+    roles: tuple[str, ...] = ()
+    step: int = -1
+    pending: tuple[PendingCommit, ...] = ()
+
+
 NOTHING = Inventory(())
 
 KEPT_FAILURES = 256
@@ -544,6 +560,7 @@ class JobState(Value):
     there. `newcomers` have joined the running job; roles that may grow have not been offered them.
     `told` is the latest view; the agents of the `uninformed` nodes have none that it follows on. `losses` are the nodes
     of which the agents are gone since a moment, and why; what follows is decided for all of them at once.
+    `commits` are the steps that roles have committed together.
     `epoch` is the term of the master, `recorded` the number of events that it has written, `cause` the id of the one
     that the end of the job follows from. `looked` is by role. `restarts` are those of the whole job, and `paid` the
     times of the latest ones. `strikes` are recent failures, and `tainted` the nodes that get no more ranks because of
@@ -581,6 +598,7 @@ class JobState(Value):
     paid: tuple[float, ...] = ()
     strikes: tuple[Strike, ...] = ()
     tainted: tuple[str, ...] = ()
+    commits: Commits = Commits()
 
     def with_role(self, role: RoleState) -> JobState:
         """This state with one role replaced."""

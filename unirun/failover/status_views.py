@@ -91,6 +91,7 @@ def status_of(
         reason=state.verdict.reason if state.verdict else "",
         code=state.code,
         roles=roles,
+        committed=state.commits.step,
         epoch=epoch,
         trouble=trouble,
         failures=tuple(_failure(failure) for failure in state.failures[-FAILURES:]),

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from unirun.collocation.graph import sound
 from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition, Refused
+from unirun.failover.commits import commit
 from unirun.failover.draft import (
     AgentLost,
     Arrived,
@@ -52,6 +53,7 @@ from unirun.values import WorkerId
 from unirun.wire.messages import Drain, Grow, Inject, Injected, PassOn, Stop
 from unirun.wire.reports import (
     Calls,
+    CommitJob,
     FromWorker,
     GroupFormed,
     Health,
@@ -124,6 +126,8 @@ def _handle(draft: JobDraft, event: Event) -> None:
             _metrics(draft, who, said)
         case FromWorker(who, Calls() as said):
             _calls(draft, who, said)
+        case FromWorker(who, CommitJob() as said):
+            commit(draft, who, said)
         case FromWorker(who, Health() as said):
             health_changed(draft, who, said)
         case Placed():

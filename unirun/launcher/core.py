@@ -71,6 +71,7 @@ from unirun.wire.reports import (
     VERSION,
     Calls,
     Cause,
+    CommitJob,
     EngineWeights,
     Forked,
     FromWorker,
@@ -261,7 +262,7 @@ def from_worker(state: AgentState, event: LinkMessage) -> tuple[AgentState, list
         case Calls(counts):
             state = state.with_worker(replace(worker, calls=counts))
             return state, [ToMaster(FromWorker(worker.who, event.message))]
-        case MasterRequest(number):
+        case MasterRequest(number) | CommitJob(number):
             ask = FromWorker(worker.who, event.message)
             return replace(state, asks={**state.asks, (worker.id, number): ask}), [ToMaster(ask)]
     return state, []

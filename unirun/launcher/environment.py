@@ -278,6 +278,8 @@ def worker_env(
         addresses = ",".join(place.addr() for place in heads)
         if len(addresses) <= LONGEST_VARIABLE:
             env[addresses_variable(name)] = addresses
+    if order.committed >= 0:
+        env["UNIRUN_COMMITTED_STEP"] = str(order.committed)
     if role.hang_timeout:
         env[HANG_TIMEOUT] = f"{role.hang_timeout:g}"
     if env.get(ENABLE) == "1":

@@ -127,7 +127,8 @@ class JobStatus(Value):
     `epoch` is the term of the master that has written it, `trouble` what keeps it from writing decisions to the store.
     `failures` are the last `FAILURES` of `failed` in all, in order of arrival. `spares` are nodes held in reserve,
     `lost` those that are gone. `waiting` says in words which ranks are blocked until others have restarted.
-    `restarts` are those of the whole job. The nodes in `tainted` get no more ranks.
+    `restarts` are those of the whole job, which goes back to the step `committed`, -1 for none. The nodes in `tainted`
+    get no more ranks.
     """
 
     run_id: str
@@ -149,6 +150,7 @@ class JobStatus(Value):
     restarts: int = 0
     max_job_restarts: int = 0
     tainted: tuple[str, ...] = ()
+    committed: int = -1
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` gives an equal status back."""

@@ -3,7 +3,7 @@
 from unirun.roles.calls.call import InvocationRef, wait
 from unirun.roles.calls.group import RemoteMethod, RoleGroup, WorkerHandle, trainer_invocation
 from unirun.roles.calls.policy import replicate, shard
-from unirun.roles.context import Context, Member, init, rpc_name, serve
+from unirun.roles.context import Context, Member, commit_job, init, rpc_name, serve
 from unirun.roles.inprocess import run_in_process
 from unirun.roles.stopping import should_stop
 from unirun.roles.surviving import ResilientState, resilient
@@ -21,6 +21,7 @@ __all__ = [
     "RoleGroup",
     "WorkerHandle",
     "Workload",
+    "commit_job",
     "init",
     "replicate",
     "resilient",

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -264,6 +264,10 @@ class Context:
         """The number of workers of the role on this node."""
         self.incarnation: int = int(environ.get("UNIRUN_INCARNATION", "0"))
         """The number of times that this rank was started again; 0 at first."""
+        committed = environ.get("UNIRUN_COMMITTED_STEP")
+        self.committed_step: int | None = None if committed is None else int(committed)
+        """The last step that the roles of the job had committed together (`commit_job`) when this worker was started;
+        None if there was none."""
         self.node: str = environ.get("UNIRUN_NODE", "localhost")
         """The name of this node."""
         self.job: str = environ.get("UNIRUN_JOB", environ.get("TORCHELASTIC_RUN_ID", ""))
@@ -392,6 +396,34 @@ def rpc_name(role: str, rank: int) -> str:
     `InvocationTimeout`, `WorkerLost` if the worker has ended, `ChannelError` if torch cannot reach it.
     """
     return init().session.rpc_name(role, rank)
+
+
+COMMIT_TIMEOUT = 120.0
+"""Seconds within which the master must have answered `commit_job`: it may have died, and its successor comes."""
+
+
+def commit_job(step: int, roles: Sequence[str] = ()) -> int | None:
+    """Tell the job that this rank has saved what it needs to go on from `step`. Returns the last step that all ranks
+    of all roles that take part have committed, None if there is none yet::
+
+        for step in range(unirun.init().committed_step or 0, STEPS):
+            ...
+            if step % 100 == 99:
+                save(step + 1)
+                kept = unirun.commit_job(step + 1)
+
+    Every rank of every role that takes part calls it after the same steps, and does not wait for the others. `roles`
+    take part; by default all but services and programs. When the job restarts, all roles find the step in
+    ``init().committed_step``, and in the environment as ``UNIRUN_COMMITTED_STEP``. Older checkpoints may be removed.
+
+    A step that is not after the last common one changes nothing. Without the launcher nothing restarts, and it returns
+    None. Raises `UsageError` for a negative step, `JobError` if ranks name different roles, `StoreAway` if the master
+    does not answer.
+    """
+    if step < 0:
+        raise UsageError(f"step {step} is negative", "count from 0")
+    peers = init().peers
+    return peers.commit(int(step), (*roles,), timeout=COMMIT_TIMEOUT) if peers.linked else None
 
 
 # `unirun.serve`: a script serves an object, whose methods other roles call.

@@ -22,6 +22,7 @@ from unirun.wire.blocking import BlockingStream, open_link, out_of_the_way
 from unirun.wire.messages import RoleBrief, RoleView, View, Welcome, updated
 from unirun.wire.progress import page
 from unirun.wire.reports import (
+    CommitJob,
     LocalEngines,
     MasterReply,
     MasterRequest,
@@ -195,9 +196,17 @@ class Peers:
             raise UsageError(
                 f"{kind} asks the job's master, and this process has none", "start it with unirun"
             )
-        number = next(self._numbers)
-        deadline = time.monotonic() + timeout
-        self.tell(MasterRequest(number, kind, name, data))
+        return self._answer_to(MasterRequest(next(self._numbers), kind, name, data), kind, timeout)
+
+    def commit(self, step: int, roles: tuple[str, ...], *, timeout: float) -> int | None:
+        """Commit a step with all ranks of `roles`. Returns the last one that all have. Raises as `ask`."""
+        ask = CommitJob(next(self._numbers), step, roles)
+        found = self._answer_to(ask, "commit_job", timeout)
+        return None if found is None else int(found)
+
+    def _answer_to(self, ask: MasterRequest | CommitJob, kind: str, timeout: float) -> str | None:
+        number, deadline = ask.number, time.monotonic() + timeout
+        self.tell(ask)
         with self._changed:
             while number not in self._answers:
                 left = deadline - time.monotonic()

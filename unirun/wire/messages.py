@@ -4,11 +4,11 @@
 agent→master  Join Heartbeat SpawnerReady StoreOpened StoreEnded Notice Sample Late Progress Knock
               ViewWanted Placed
               WorkerStarted WorkerRunning WorkerExited FromWorker (Serving Listening GroupFormed Resilient Metrics
-              Calls MasterRequest Health)
+              Calls MasterRequest CommitJob Health)
 master→agent  Appointed Heartbeat OpenStore Reserve StartRole StopWorkers PassOn Inject ExitAck View MasterReply
               Shutdown AskProgress EndHung
-worker→agent  Hello Serving Listening GroupMeets GroupFormed Resilient Stuck Metrics Calls MasterRequest WorkerError
-              ViewWanted EngineWeights ProgressPage
+worker→agent  Hello Serving Listening GroupMeets GroupFormed Resilient Stuck Metrics Calls MasterRequest CommitJob
+              WorkerError ViewWanted EngineWeights ProgressPage
 agent→worker  Welcome View MasterReply LocalEngines
 CLI→master    Attach Stop PassOn Drain Inject Heartbeat
 master→CLI    Heartbeat WorkerOutput RoleChanged Notice Drained Injected Ended
@@ -215,6 +215,7 @@ class StartRole(Message):
 
     `mask` is the environment variable of the device mask (``CUDA_VISIBLE_DEVICES``), empty for none. `places` are the
     addresses of the ranks that have ports, by role. `endpoint` is empty for programs, which have no rendezvous store.
+    `committed` is the step that the roles of the job have committed together, -1 for none.
     """
 
     role: str
@@ -228,6 +229,7 @@ class StartRole(Message):
     members: tuple[StartWorker, ...]
     mask: str = ""
     places: dict[str, tuple[RankAddress, ...]] = field(default_factory=dict)
+    committed: int = -1
 
 
 class StopWorkers(Message):

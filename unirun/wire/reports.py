@@ -135,9 +135,18 @@ class MasterRequest(Message):
     data: str = ""
 
 
+class CommitJob(Message):
+    """A request: the sending rank has what it needs to go on from `step`. `roles` take part, all by default
+    (`unirun.failover.commits`). The answer is the step that all ranks of them have, None if there is none."""
+
+    number: int
+    step: int
+    roles: tuple[str, ...] = ()
+
+
 class MasterReply(Message):
-    """The answer to the `MasterRequest` of this number of `worker`, whose agent forwards it: `data`, None when there is
-    none, or the `problem`."""
+    """The answer to the `MasterRequest` or `CommitJob` of this number of `worker`, whose agent forwards it: `data`,
+    None when there is none, or the `problem`."""
 
     worker: WorkerId
     number: int
@@ -308,7 +317,9 @@ class FromWorker(Message):
     """A worker's message that its agent forwards to the master."""
 
     worker: WorkerId
-    message: Serving | Listening | GroupFormed | Resilient | Metrics | Calls | MasterRequest | Health
+    message: (
+        Serving | Listening | GroupFormed | Resilient | Metrics | Calls | MasterRequest | CommitJob | Health
+    )
 
 
 class WorkerError(Message):

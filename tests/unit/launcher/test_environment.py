@@ -88,6 +88,11 @@ def test_a_workers_environment_has_torchruns_and_unirun_variables() -> None:
         assert env[name] == value, name
 
 
+def test_a_worker_knows_the_step_that_all_roles_have_committed_if_there_is_one() -> None:
+    assert env_of(spec(), order=replace(ORDER, committed=0))["UNIRUN_COMMITTED_STEP"] == "0"
+    assert "UNIRUN_COMMITTED_STEP" not in env_of(spec())
+
+
 def test_a_virtual_local_rank_is_0_for_every_worker() -> None:
     assert env_of(spec(virtual_local_rank=True))["LOCAL_RANK"] == "0"
 

@@ -10,9 +10,10 @@ import pytest
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import UsageError
 from unirun.roles.peers import Peers, RoleInfo
+from unirun.values import WorkerId
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import RoleBrief, RoleView, View, Welcome, WorkerView
-from unirun.wire.reports import ViewWanted
+from unirun.wire.reports import CommitJob, MasterReply, Message, ViewWanted
 
 
 def role(ranks: int, generation: int) -> RoleView:
@@ -71,6 +72,20 @@ def test_what_has_changed_is_taken_over_and_a_whole_view_is_asked_for_when_somet
         view = peers.view("actor")
         assert view is not None
         assert len(view.workers) == peers.known("actor").generation == 2
+
+
+def test_a_step_is_committed_by_the_master() -> None:
+    sent: list[Message] = []
+
+    def send(message: Message) -> None:
+        sent.append(message)
+        assert isinstance(message, CommitJob)
+        rank.answered(MasterReply(WorkerId("actor", 0, 0), message.number, "20" if message.step else None))
+
+    rank = Peers("actor", 0, {"actor": RoleInfo("actor", 1, 0)}, send=send)
+    assert rank.commit(0, (), timeout=WAIT_TIMEOUT) is None
+    assert rank.commit(30, ("actor",), timeout=WAIT_TIMEOUT) == 20
+    assert sent == [CommitJob(1, 0), CommitJob(2, 30, ("actor",))]
 
 
 def test_an_update_that_came_before_the_wait_for_it_is_not_waited_for(peers: Peers) -> None:
