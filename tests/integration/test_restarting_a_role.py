@@ -280,19 +280,26 @@ def test_a_failure_restarts_all_roles_when_its_own_has_no_restart_left(
     unirun: Unirun, script: Script
 ) -> None:
     """
-    1. The actor fails. Its role has no restarts, and the job has one: the rollout is started again with it.
-    2. Both end with 0 then, and so does the job. The restart is told with its reason.
+    1. The actor fails when another role has succeeded. Its role has no restarts, and the job has one: the others are
+       started again with it.
+    2. All end with 0 then, and so does the job. The restart is told with its reason.
     """
     code = """
-        import os, sys, time
-        e = os.environ
+        import os, sys, time, unirun
+        e, context = os.environ, unirun.init()
         print("up", e["ROLE_NAME"], e["UNIRUN_INCARNATION"], e["TORCHELASTIC_RESTART_COUNT"], flush=True)
-        if e["UNIRUN_INCARNATION"] == "0":
-            sys.exit(3) if e["ROLE_NAME"] == "actor" else time.sleep(600)
+        if e["UNIRUN_INCARNATION"] == "0" and context.role == "actor":
+            while context.peers.view("reward").phase != "succeeded":
+                time.sleep(0.01)
+            sys.exit(3)
+        if e["UNIRUN_INCARNATION"] == "0" and context.role == "rollout":
+            time.sleep(600)
     """
-    result = unirun("--roles", "actor=1,rollout=1", "--max-job-restarts", "1", script(code))
+    roles = "actor=1,rollout=1,reward=1"
+    result = unirun("--roles", roles, "--max-job-restarts", "1", script(code))
     assert result.code == 0, result.err
     assert "up actor 1 1" in result.out
+    assert "up reward 1 1" in result.out
     assert "up rollout 1 1" in result.out
     assert "role actor has no restarts (--max-restarts 0); restart 1 of 1 of the job" in result.err
     assert unirun.status()["restarts"] == 1

@@ -16,11 +16,13 @@ from msgspec.structs import replace
 
 from unirun.collocation import Assignment, Inventory, Placement, place_again
 from unirun.collocation.graph import show_ranks
-from unirun.errors import PlacementError
+from unirun.errors import EXIT_PLACEMENT, PlacementError
+from unirun.failover.budgets import budget_of_job, with_payment
 from unirun.failover.draft import JobDraft, ToWatchers, leader
 from unirun.failover.generations import form_if_all_are_there, obstructed, order_store
+from unirun.failover.phases import PhaseEvent
 from unirun.failover.policy import Decision, Loss, consequences, decide_in, seen_graph, unit_of
-from unirun.failover.restart_or_end import advance, restart, restart_job
+from unirun.failover.restart_or_end import advance, delay, end_job, restart, restart_all
 from unirun.failover.state import (
     NEVER,
     ROLE_ENDS,
@@ -119,18 +121,19 @@ def placed_again(
     *,
     aside: Collection[str] = (),
     most: Mapping[str, int] = MappingProxyType({}),
+    leaving: Sequence[Assignment] = (),
 ) -> Placement:
     """All roles that have not ended, without the nodes `gone`; the others leave their slots to them. Raises
     `PlacementError`.
 
-    Nodes that are draining, or `aside`, get no ranks either, and tainted ones no more than they have, if there is room
-    elsewhere. The roles in `most` may get as many ranks as it says.
+    Ranks at the places `leaving` move. Nodes that are draining, or `aside`, get no ranks either, and tainted ones no
+    more than they have, if there is room elsewhere. The roles in `most` may get as many ranks as it says.
     Ranks that are given up need no place; those that follow them have other numbers for the planner.
     """
     if state.tainted:
         with suppress(PlacementError):
-            return _placed(state, gone, aside, most, closed=state.tainted)
-    return _placed(state, gone, aside, most)
+            return _placed(state, gone, aside, most, closed=state.tainted, leaving=leaving)
+    return _placed(state, gone, aside, most, leaving=leaving)
 
 
 def place_elsewhere(state: JobState, name: str, rank: int) -> Placement | None:
@@ -398,6 +401,70 @@ def relocate(draft: JobDraft, before: JobState, cause: Cause, found: Relocation)
         else:
             _go_on_without_decision(draft, before, name)
         _let_go(draft, name)
+
+
+def restart_job(draft: JobDraft) -> None:
+    """Restart every role but those that the job goes on without. Those that have succeeded may be beyond a step that
+    the others go back to. Each waits for the roles in its ``after``, as at its first start."""
+    state, now = draft.state, draft.now
+    budget = budget_of_job(state, now)
+    paid, commits = with_payment(state.paid, now, budget.limit), replace(state.commits, pending=())
+    draft.put(replace(state, restarts=state.restarts + 1, paid=paid, commits=commits))
+    if commits.step >= 0:
+        text = f"the job goes back to step {commits.step}, which all of {', '.join(commits.roles)} have"
+        draft.record("restart", text, *commits.roles)
+        draft.send(ToWatchers(Notice("job", text)))
+    done = [role.name for role in state.roles.values() if role.phase is RolePhase.SUCCEEDED]
+    for name in done:
+        draft.put(replace(draft.role(name), phase=RolePhase.RESTARTING), PhaseEvent.ROLE_RESTARTS)
+    if done and not _make_room(draft, done):
+        return
+    works = [role.name for role in state.roles.values() if role.phase in ROLE_WORKS]
+    for name in state.roles:
+        if draft.role(name).phase in (*ROLE_WORKS, RolePhase.RESTARTING):
+            delay(draft, name, budget.back_off, with_job=True)
+        if name in works:
+            restart_all(draft, draft.role(name))
+        elif name in done:
+            advance(draft, name)
+
+
+def _make_room(draft: JobDraft, names: Collection[str]) -> bool:
+    """Place those ranks of the roles `names` again which have no place any more. If they fit nowhere, end the job."""
+    before, taken = draft.state.placement, _taken(draft.state, names)
+    if not taken:
+        return True
+    try:
+        placement = placed_again(draft.state, (), leaving=taken)
+    except PlacementError as error:
+        reason = f"{', '.join(names)} cannot start again with the job: {error}"
+        end_job(draft, Decision("end_job", reason), EXIT_PLACEMENT, by_failure=False)
+        return False
+    draft.put(replace(draft.state, placement=placement))
+    for who, text in moves(before, placement):
+        tell_move(draft, who, text)
+    return True
+
+
+def _taken(state: JobState, names: Collection[str]) -> list[Assignment]:
+    """The places of the roles `names` on nodes that are gone, or with slots that other roles have got which do not
+    share theirs."""
+    if not state.inventory.nodes:
+        return []
+    nodes, found = state.without(()), list[Assignment]()
+    together = {(one, other) for group in state.spec.collocations for one in group for other in group}
+    holders: dict[tuple[str, str], str] = {}
+    for name in sorted(state.roles, key=lambda name: name in names):
+        for place in state.placement.of_role(name) if state.roles[name].phase not in ROLE_ENDS else ():
+            slots = [(place.node, slot) for slot in place.own]
+            others = {holders.get(slot, name) for slot in slots} - {name}
+            if name in names and (
+                place.node not in nodes or any((name, each) not in together for each in others)
+            ):
+                found.append(place)
+            else:
+                holders.update(dict.fromkeys(slots, name))
+    return found
 
 
 def begin(draft: JobDraft, placement: Placement, cause: Cause) -> None:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_FAILURE, EXIT_PLACEMENT, IllegalTransition
-from unirun.failover.budgets import budget_for, budget_of_job, with_payment
+from unirun.failover.budgets import budget_for, with_payment
 from unirun.failover.commits import without_pending
 from unirun.failover.diagnosis import is_consequence, lost, missed, waited_for_a_peer
 from unirun.failover.draft import After, Due, Finish, JobDraft, ToWatchers
@@ -431,25 +431,7 @@ def restart(draft: JobDraft, name: str, decision: Decision) -> None:
         draft.put(replace(role, phase=RolePhase.REFORMING), PhaseEvent.RANKS_RESTART)
         form_anew(draft, name)
         return
-    _restart_all(draft, replace(role, orderly=decision.free))
-
-
-def restart_job(draft: JobDraft) -> None:
-    """Restart every role that has not ended. Each waits for the roles in its ``after``, as at its first start."""
-    state, now = draft.state, draft.now
-    budget = budget_of_job(state, now)
-    paid = with_payment(state.paid, now, budget.limit)
-    commits = replace(state.commits, pending=())
-    draft.put(replace(state, restarts=state.restarts + 1, paid=paid, commits=commits))
-    if commits.step >= 0:
-        text = f"the job goes back to step {commits.step}, which all of {', '.join(commits.roles)} have"
-        draft.record("restart", text, *commits.roles)
-        draft.send(ToWatchers(Notice("job", text)))
-    for name in state.roles:
-        if draft.role(name).phase in (*ROLE_WORKS, RolePhase.RESTARTING):
-            delay(draft, name, budget.back_off, with_job=True)
-        if draft.role(name).phase in ROLE_WORKS:
-            _restart_all(draft, draft.role(name))
+    restart_all(draft, replace(role, orderly=decision.free))
 
 
 def delay(draft: JobDraft, name: str, seconds: float, *, with_job: bool = False) -> None:
@@ -460,7 +442,8 @@ def delay(draft: JobDraft, name: str, seconds: float, *, with_job: bool = False)
         draft.send(After(seconds, Due.START))
 
 
-def _restart_all(draft: JobDraft, role: RoleState) -> None:
+def restart_all(draft: JobDraft, role: RoleState) -> None:
+    """End all ranks of a role, and start new ones when they are gone."""
     draft.put(replace(draft.state, commits=without_pending(draft.state.commits, role.name)))
     draft.put(replace(role, phase=RolePhase.RESTARTING), PhaseEvent.ROLE_RESTARTS)
     grace = draft.state.spec.shutdown_timeout

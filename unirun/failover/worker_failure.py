@@ -12,7 +12,7 @@ from unirun.failover.budgets import budget_above, budget_for, budget_of_rank, wi
 from unirun.failover.diagnosis import is_consequence
 from unirun.failover.draft import JobDraft, ToWatchers
 from unirun.failover.generations import clear_the_way
-from unirun.failover.moving import moves, place_elsewhere, tell_move
+from unirun.failover.moving import moves, place_elsewhere, restart_job, tell_move
 from unirun.failover.phases import PhaseEvent
 from unirun.failover.policy import (
     STRIKES,
@@ -32,7 +32,6 @@ from unirun.failover.restart_or_end import (
     form_anew,
     give_up,
     restart,
-    restart_job,
     stop_groups,
     unsettle,
 )

@@ -222,6 +222,7 @@ def histories_of_roles() -> Iterator[tuple[Row, Callable[[], object]]]:
     yield row(RolePhase.RUNNING, PhaseEvent.STORE_ENDED, RolePhase.REFORMING), store_ends
     yield row(RolePhase.RUNNING, PhaseEvent.PROGRAMS_RESTART, RolePhase.STARTING), programs_move
     yield row(RolePhase.REFORMING, PhaseEvent.ROLE_RESTARTS, RolePhase.RESTARTING), shrinks
+    yield row(RolePhase.SUCCEEDED, PhaseEvent.ROLE_RESTARTS, RolePhase.RESTARTING), starts_again_with_the_job
     yield row(RolePhase.REFORMING, PhaseEvent.NO_PLACE, RolePhase.STOPPING), has_no_place_alone
     yield row(RolePhase.RESTARTING, PhaseEvent.NO_PLACE, RolePhase.STOPPING), has_no_place
     for before in (RolePhase.WAITING, RolePhase.STARTING, RolePhase.RUNNING, RolePhase.RESTARTING):
@@ -254,6 +255,12 @@ def shrinks(restarts: int = 2) -> Job:
     elastic = tuple(replace(each, elastic=each.name == "actor") for each in spec.roles)
     job.state = replace(job.state, spec=replace(spec, roles=elastic))
     return job.exits("actor", 0, by=KILL).on(gone("n1"))
+
+
+def starts_again_with_the_job() -> Job:
+    job = Job({"actor": 1, "rollout": 1}).running().exits("actor", 0)
+    job.state = replace(job.state, spec=replace(job.state.spec, max_job_restarts=1))
+    return job.exits("rollout", 0, 1)
 
 
 def has_no_place_alone() -> Job:

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.unit.failover.job import KILL, TERM, Job
-from tests.unit.failover.multi_node import gone, scripts
+from tests.unit.failover.multi_node import gone, nodes, scripts
 from tests.unit.failover.services import Services, program, service
 from tests.unit.failover.takeover import rejoin, take_over
 from tests.unit.failover.workloads import reformed, serving, up
-from unirun.errors import EXIT_BUDGET
+from unirun.collocation import Inventory
+from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT
 from unirun.failover.budgets import on_this_clock
 from unirun.failover.draft import After, Due
 from unirun.failover.state import Ranks, RolePhase
@@ -74,9 +75,39 @@ class TestTheJobLevel:
         job.obey()
         assert job.phases() == {"actor": "starting", "trainer": "starting"}
 
-    def test_the_job_restarts_without_the_roles_that_have_succeeded(self) -> None:
+    def test_the_job_restarts_with_the_roles_that_have_succeeded(self) -> None:
         job = self.job().exits("actor", 0).exits("actor", 1).exits("rollout", 0, 1)
-        assert job.phases() == {"actor": "succeeded", "rollout": "starting"}
+        assert job.phases() == {"actor": "starting", "rollout": "starting"}
+        assert [worker.incarnation for worker in job.state.roles["actor"].workers] == [1, 1]
+        job.all_run("actor").all_run("rollout").exits("rollout", 0)
+        assert job.exits("actor", 0).exits("actor", 1).state.phase == "succeeded"
+
+    def test_the_job_restarts_with_programs_that_have_succeeded_in_their_order(self) -> None:
+        job = Services(service(), program("first"), program("train", after={"first": 0}))
+        settings(job, max_job_restarts=1).up().exits("first", 0).exits("train", 0, 1).obey()
+        assert job.phases() == {"engine": "starting", "first": "starting", "train": "restarting"}
+
+    @pytest.mark.parametrize("spare", [True, False])
+    def test_the_job_restarts_with_a_role_that_has_left_its_slot_to_another_one(self, *, spare: bool) -> None:
+        """The rollout has moved to the slot of the actor, which had succeeded. There is one for both on another node, or
+        the job ends."""
+        job = Job(
+            {"actor": 1, "rollout": 1}, restarts={"rollout": 1}, inventory=nodes(2, devices=1)
+        ).running()
+        job.exits("actor", 0).on(gone("n1")).all_run("rollout")
+        assert [place.node for place in job.state.placement.assignments] == ["n0", "n0"]
+        if spare:
+            more = Inventory((*job.state.inventory.nodes, replace(nodes(1, devices=1).nodes[0], name="n2")))
+            job.state = replace(job.state, inventory=more)
+            job.on(job.join("n2"))
+        settings(job, max_job_restarts=1).exits("rollout", 0, 1)
+        if spare:
+            assert {place.node for place in job.state.placement.assignments} == {"n0", "n2"}
+            assert job.phases() == {"actor": "starting", "rollout": "starting"}
+            return
+        assert job.finish is not None
+        assert job.finish.verdict.code == EXIT_PLACEMENT
+        assert "actor cannot start again with the job" in job.finish.verdict.reason
 
     def test_the_job_restarts_on_other_nodes_after_the_loss_of_one(self) -> None:
         job = scripts(2, of=2, restarts=0)
