@@ -26,6 +26,14 @@ WAITING = """
         time.sleep(0.02)
 """
 
+JOINING = """
+    import os, pathlib, time
+    names = ("UNIRUN_GENERATION", "UNIRUN_NODE", "OF_THE_JOB", "OF_THE_SHELL")
+    print("has", *(os.environ.get(name, "-") for name in names), os.getcwd(), flush=True)
+    while not pathlib.Path("enough").exists():
+        time.sleep(0.02)
+"""
+
 SAVING = (
     """
     import os, signal, sys, time
@@ -242,6 +250,43 @@ class TestANodeOfSeveral:
         end = job.end()
         assert end.code == 0, end.err
         assert "actor has room for 2 of 4 ranks" in end.err
+
+    def test_a_lost_node_comes_again_with_another_number_and_the_environment_of_the_job(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        """
+        1. A role of two to four ranks shrinks, as one of two nodes is lost.
+        2. The node joins again, from another directory with other variables: the role grows to four ranks, in the
+           directory and with the variables of the job.
+        3. Life 2 is lost, and life 3 joins. The first node is drained and joins. The role has four ranks each time.
+        4. A node whose name the job has is refused.
+        """
+        options = job_file(unirun, script(JOINING), nodes=2, spares=0, actor='count: "2:4"')
+        job = unirun.start(*options, env={"OF_THE_JOB": "1"})
+
+        def nodes(generation: int, count: int) -> list[str]:
+            return sorted(job.lines(rf"has {generation} (\S+) 1 - {unirun.root}$", count))
+
+        def joins(node: str) -> str:
+            name = unirun.status()["run_id"]
+            shell: dict[str, Any] = {"cwd": Path("/"), "env": {"OF_THE_SHELL": "1"}}
+            result = unirun("agent", "join", name, "--node-name", node, **shell)
+            assert result.code == 0, result.err
+            return result.out
+
+        assert nodes(0, 4) == ["node0", "node0", "node1", "node1"]
+        for generation, name, after in ((1, "node0", "node0.2"), (3, "node0.2", "node0.3")):
+            os.kill(agents(unirun, name)[0], signal.SIGKILL)
+            assert nodes(generation, 2) == ["node1", "node1"]
+            assert f"{after} joined" in joins("node0")
+            assert nodes(generation + 1, 4) == [after, after, "node1", "node1"]
+        refused = unirun("agent", "join", unirun.status()["run_id"], "--node-name", "node1")
+        assert "the job has a node called node1" in refused.err
+        assert unirun("agent", "drain", "node1").code == 0
+        assert "node1.2 joined" in joins("node1")
+        assert nodes(6, 4) == ["node0.3", "node0.3", "node1.2", "node1.2"]
+        enough(unirun)
+        assert job.end().code == 0
 
     def test_a_lost_node_stays_lost_for_the_next_master(self, unirun: Unirun, script: Script) -> None:
         """

@@ -14,11 +14,12 @@ from unirun.launcher.foreground.terminal import say
 from unirun.launcher.hostlist import parse_hosts
 from unirun.launcher.hosts.byhand import run_member
 from unirun.launcher.interfaces import resolve
+from unirun.launcher.launch import join_here
 from unirun.observe.status import ENDED, read_summary
 from unirun.rendezvous.election import job_prefix, leader_of
 from unirun.rendezvous.masters import call_master
 from unirun.rendezvous.store.url import store_url
-from unirun.wire.address import TcpAddress
+from unirun.wire.address import Address, TcpAddress, UnixAddress
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.credentials import load_credentials
 from unirun.wire.handshake import Token, load_token
@@ -39,6 +40,12 @@ DRAIN_ANSWER_TIMEOUT = 3.0
 
 def join(options: Any) -> int:
     """Add a node to a running job. Returns the exit code."""
+    if options.token_file is None and options.rdzv_endpoint is None and options.hosts is None:
+        job = find_here(options.store, options.job, "agent join")
+        if job.head is None and isinstance(_master(job.store_url, job.run_id), UnixAddress):
+            node = join_here(job, node_name(options.node_name))
+            say(f"{node} joined")
+            return 0
     address, token, insecure = _place(options)
     if options.hosts is not None:
         # Imported here: asyncio's subprocesses are needed for nothing else.
@@ -91,13 +98,19 @@ def _place(options: Any) -> tuple[TcpAddress, Token, bool]:
 
 
 def _leader(url: str, run_id: str) -> TcpAddress:
+    """The address where the master of a job of several hosts listens. Raises `JobError`, `StoreError`."""
+    address = _master(url, run_id)
+    if not isinstance(address, TcpAddress):
+        raise JobError(f"job {run_id} runs on one host", "start it with --hosts or --nnodes")
+    return address
+
+
+def _master(url: str, run_id: str) -> Address:
     """The address where the master of a job listens. Raises `JobError`, `StoreError`."""
     with opened(url) as store:
         leader = leader_of(store, job_prefix(run_id))
     if leader is None:
         raise JobError(f"job {run_id} has no master now", RETRY_REMEDY)
-    if not isinstance(leader.address, TcpAddress):
-        raise JobError(f"job {run_id} runs on one host", "start it with --hosts or --nnodes")
     return leader.address
 
 

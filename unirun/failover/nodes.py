@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, count
 
+from msgspec.json import encode as to_json
 from msgspec.structs import replace
 
 from unirun.collocation import Inventory
@@ -319,6 +320,13 @@ def next_life(state: JobState, node: str) -> str:
     this one."""
     lives = chain((node,), (f"{node}.{number}" for number in count(2)))
     return next(name for name in lives if name not in state.placement.lost)
+
+
+def made_up(state: JobState, offer: Offer) -> Offer:
+    """The offer of a made-up node, which says nothing of its resources: they are those of the node of its name or, if
+    there was none, of the first one."""
+    nodes = sorted(state.inventory.nodes, key=lambda node: node.name != offer.node)
+    return replace(offer, inventory=to_json(nodes[0]).decode())
 
 
 def trouble(state: JobState, offer: Offer, ours: Mapping[str, str]) -> Dismissed | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +14,10 @@ from unirun.collocation import Inventory
 from unirun.collocation.limits import host_ceilings, refuse_impossible
 from unirun.errors import EXIT_FAILURE, JobError, PlacementError, RendezvousError
 from unirun.failover.context import encode
+from unirun.failover.offers import versions
 from unirun.failover.state import new_job
 from unirun.failover.status_views import status_of
+from unirun.launcher.environment import joined
 from unirun.launcher.foreground.terminal import drop_input, warn
 from unirun.launcher.local import AgentProcess, RunningJob, begin, bind, output_of_first_master
 from unirun.launcher.planned import PlannedJob
@@ -24,11 +27,13 @@ from unirun.observe.batchjob import is_active, own_batch
 from unirun.observe.jobdir import JobDir, job_at, may_write
 from unirun.observe.status import write_status
 from unirun.rendezvous.creation import create_job, discard_job, wait_until_up
+from unirun.rendezvous.endpoints import BIND_TIMEOUT
+from unirun.rendezvous.masters import call_master
 from unirun.rendezvous.store.url import anchored
 from unirun.spec.job import JobSpec
 from unirun.wire.address import TcpAddress
 from unirun.wire.handshake import Token, new_token
-from unirun.wire.messages import AgentTask
+from unirun.wire.messages import AgentTask, Offer, Ready, expected
 
 MOST_NODES = 16
 """Each is an agent, and a process that has torch imported: 150 MB, and a second of a processor when it starts."""
@@ -101,6 +106,27 @@ def launch(
         discard_job(job, lock)
         raise
     return RunningJob(job, spec, begin(job, agents, lock, first_master(job)))
+
+
+def join_here(job: JobDir, name: str) -> str:
+    """Let another agent of this host join `job`, whose nodes are made up, as the node `name`. Returns the name that it
+    has in the job. Call it before any thread is started. Raises `RendezvousError`, `StoreError`, `WireError`."""
+    with (
+        AgentProcess(job.path / f".agent.{secrets.token_hex(8)}.log") as agent,
+        call_master(job) as master,
+    ):
+        master.send(Offer(name, socket.gethostname(), -1, "", versions()))
+        task = expected(master.receive(BIND_TIMEOUT), AgentTask)
+        env = joined(os.environ, task.env or {})
+        os.environ.clear()
+        os.environ.update(env)
+        # The others inherit the lock. This one takes it when they are gone.
+        lock = os.open(job.lock, os.O_RDWR | os.O_CLOEXEC)
+        bind(job, {task.node: agent}, [task], lock, None)
+        master.send(Ready())
+        expected(master.receive(BIND_TIMEOUT), Ready)
+        begin(job, {task.node: agent}, lock)
+        return task.node
 
 
 def first_master(

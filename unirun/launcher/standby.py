@@ -6,12 +6,14 @@ Several agents may start candidates at once: one is elected in the store, and th
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import math
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Protocol
 
@@ -301,6 +303,10 @@ class Standby:
             self._started.append(self._candidate)
 
     def _popen(self, deposing: int) -> _Master:
+        with suppress(OSError):
+            # The agent of a made-up node that has come later has not inherited the lock, which is free when all others
+            # have ended.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         tcp = [] if self._tcp is None else [self._tcp.fileno()]
         command = [sys.executable, "-P", "-m", "unirun.launcher.master", str(self._job.path), str(deposing)]
         with open(self._job.master_log, "ab") as log:

@@ -15,8 +15,9 @@ from unirun.collocation import Device, Node
 from unirun.errors import Refused
 from unirun.failover.context import decode, encode, urgent
 from unirun.failover.draft import GROWTH_DELAY, After, Arrived, Due, ToGuest
-from unirun.failover.nodes import next_life, trouble
+from unirun.failover.nodes import made_up, next_life, trouble
 from unirun.values import WorkerId
+from unirun.wire.frames import from_json
 from unirun.wire.messages import Dismissed, Grow, Offer, Ready, StartRole, StopWorkers
 from unirun.wire.reports import FromWorker, GroupFormed, Serving
 
@@ -65,6 +66,19 @@ def come(job: Job, *names: str) -> Job:
     for name in names:
         job.on(Arrived(offer(name))).on(job.join(name))
     return job
+
+
+class TestAMadeUpNode:
+    def test_a_made_up_node_has_the_resources_of_its_name_or_of_the_first_node(self) -> None:
+        state = elastic().on(gone("n1")).state
+        [first, second] = state.inventory.nodes
+        second = replace(second, memory=7)
+        state = replace(state, inventory=replace(state.inventory, nodes=(first, second)))
+        for name, like in (("n1", second), ("n7", first)):
+            bare = Offer(name, "here", -1, "", OURS)
+            offered = made_up(state, bare)
+            assert from_json(Node, offered.inventory) == like
+            assert trouble(state, replace(offered, node=next_life(state, name)), OURS) is None
 
 
 class TestWhoIsLetIn:

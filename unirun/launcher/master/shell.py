@@ -37,7 +37,7 @@ from unirun.failover.draft import (
     welcome,
     whole_view,
 )
-from unirun.failover.nodes import next_life, trouble
+from unirun.failover.nodes import made_up, next_life, trouble
 from unirun.failover.offers import versions
 from unirun.failover.restart_or_end import shutdown_order
 from unirun.failover.state import JOB_ENDS, JobState, Verdict
@@ -224,8 +224,8 @@ def tell_all(streams: Collection[Stream], message: Message) -> None:
 class NodeAdmission:
     """Answers nodes that make an offer, as the lobby does before the job has begun.
 
-    `address` is where the master listens, by TCP in a job of several hosts. `state` gives the present state, and
-    `apply` takes a step.
+    `address` is where the master listens, by TCP in a job of several hosts. In a job on one host, made-up nodes may
+    come. `state` gives the present state, and `apply` takes a step.
     """
 
     def __init__(
@@ -240,15 +240,17 @@ class NodeAdmission:
 
     async def hear(self, offer: Offer, stream: Stream) -> None:
         """Give a node its task. When it has bound its endpoints, it is a part of the job."""
-        if not isinstance(self._address, TcpAddress):
+        here = not isinstance(self._address, TcpAddress)
+        if here and len(self._state().inventory.nodes) < 2:
             refusal: Dismissed | None = Dismissed(
-                "the job runs on one host", "start it with --hosts or --nnodes"
+                "the job runs on one host", "start it with --hosts, --nnodes or --inventory fake:nodes=2"
             )
         elif stream.peer not in ("", offer.node):
             refusal = Dismissed(
                 f"its certificate is that of node {stream.peer}, and it says that it is {offer.node}"
             )
         else:
+            offer = made_up(self._state(), offer) if here else offer
             offer = replace(offer, node=next_life(self._state(), offer.node))
             refusal = trouble(self._state(), offer, versions())
             if offer.node in self._guests:
@@ -258,12 +260,11 @@ class NodeAdmission:
         if refusal is not None:
             stream.send(refusal)
             return
-        assert isinstance(self._address, TcpAddress)
         self._guests[offer.node] = stream
         try:
             # A node that goes away before it is ready has changed nothing.
             with suppress(WireError, TimeoutError):
-                stream.send(self._task(offer.node, self._address))
+                stream.send(self._task(offer.node))
                 async with asyncio.timeout(BIND_TIMEOUT):
                     word = await stream.receive()
                 if isinstance(word, Ready):
@@ -278,8 +279,9 @@ class NodeAdmission:
         if node in self._guests:
             self._guests[node].send(message)
 
-    def _task(self, node: str, head: TcpAddress) -> AgentTask:
+    def _task(self, node: str) -> AgentTask:
         state, job = self._state(), self._job
+        head = self._address if isinstance(self._address, TcpAddress) else None
         # The environment of a master is that of the job, also when an agent has started it.
         env = carried(for_workers(os.environ))
         return AgentTask(
@@ -287,6 +289,7 @@ class NodeAdmission:
             node,
             (*state.nodes, node),
             os.getcwd(),
+            addr="" if head else state.spec.master_addr,
             uid=job.uid,
             head=head,
             store=job.shared_store,

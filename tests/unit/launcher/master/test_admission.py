@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from tests.unit.failover.multi_node import scripts
 from tests.waiting import WAIT_TIMEOUT
-from unirun.collocation import Node
+from unirun.collocation import Inventory, Node
 from unirun.failover.draft import Arrived, Event
 from unirun.failover.offers import versions
 from unirun.launcher.master.shell import NodeAdmission
@@ -24,6 +24,7 @@ from unirun.wire.aio import Stream
 from unirun.wire.messages import AgentTask, Dismissed, Offer, Ready
 from unirun.wire.reports import Message
 
+HERE = UnixAddress.here("/master.sock")
 HEAD = TcpAddress("10.0.0.1", 29400, "n0")
 
 
@@ -144,18 +145,35 @@ def test_a_node_that_goes_away_before_it_is_ready_has_changed_nothing(tmp_path: 
     asyncio.run(play())
 
 
+def test_a_made_up_node_of_a_job_on_one_host_gets_a_task_without_a_head(tmp_path: Path) -> None:
+    async def play() -> None:
+        harness = AdmissionHarness(tmp_path, HERE)
+        placement = replace(harness.state.placement, lost=("n2",))
+        harness.state = replace(harness.state, placement=placement)
+        node, _ = await harness.visit(replace(offer("n2"), inventory=""))
+        word = await answer(node)
+        assert isinstance(word, AgentTask)
+        assert (word.node, word.head, word.addr) == ("n2.2", None, harness.state.spec.master_addr)
+
+    asyncio.run(play())
+
+
 @pytest.mark.parametrize(
-    ("address", "node", "problem"),
+    ("address", "node", "nodes", "problem"),
     [
-        (HEAD, "n1", "the job has a node called n1"),
-        (UnixAddress.here("/master.sock"), "n9", "the job runs on one host"),
+        (HEAD, "n1", 3, "the job has a node called n1"),
+        (HERE, "n1", 3, "the job has a node called n1"),
+        (HERE, "n9", 1, "the job runs on one host"),
     ],
 )
 def test_a_node_that_is_not_let_in_is_told_why(
-    tmp_path: Path, address: Address, node: str, problem: str
+    tmp_path: Path, address: Address, node: str, nodes: int, problem: str
 ) -> None:
     async def play() -> None:
-        stream, hearing = await AdmissionHarness(tmp_path, address).visit(offer(node))
+        harness = AdmissionHarness(tmp_path, address)
+        inventory = Inventory(harness.state.inventory.nodes[:nodes])
+        harness.state = replace(harness.state, inventory=inventory)
+        stream, hearing = await harness.visit(offer(node))
         word = await answer(stream)
         assert isinstance(word, Dismissed)
         assert word.problem == problem
