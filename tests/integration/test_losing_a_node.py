@@ -34,6 +34,27 @@ JOINING = """
         time.sleep(0.02)
 """
 
+SURVIVING = """
+    import os, time, torch, torch.distributed as dist, unirun
+
+    @unirun.resilient
+    def train(state):
+        dist.init_process_group("gloo")
+        step = state.load().get("step", 0)
+        print("begin", dist.get_world_size(), dist.get_rank(), os.getpid(), step, flush=True)
+        while True:
+            enough = torch.tensor([float(os.path.exists("enough"))])
+            dist.all_reduce(enough)
+            if enough:
+                break
+            step += 1
+            state.save(step=step)
+            time.sleep(0.05)
+        print("end", dist.get_rank(), os.environ["WORLD_SIZE"], os.getpid(), step, flush=True)
+
+    train()
+"""
+
 SAVING = (
     """
     import os, signal, sys, time
@@ -287,6 +308,32 @@ class TestANodeOfSeveral:
         assert nodes(6, 4) == ["node0.3", "node0.3", "node1.2", "node1.2"]
         enough(unirun)
         assert job.end().code == 0
+
+    def test_a_lost_node_that_comes_again_makes_resilient_ranks_more_and_they_keep_their_processes(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        """
+        1. Four resilient ranks run on two nodes. One is lost, and two ranks start again on the other node.
+        2. The node joins again: two ranks come and take the step of the others, which keep their processes.
+        """
+        options = job_file(unirun, script(SURVIVING), nodes=2, spares=0, actor='count: "2:4"')
+        job = unirun.start(*options)
+        job.lines(r"begin 4 (\d) \d+ 0$", 4)
+        os.kill(agents(unirun, "node0")[0], signal.SIGKILL)
+        before = {*job.lines(r"begin 2 \d (\d+) 0$", 2)}
+        # A node that comes before they are in the function makes them start again.
+        eventually(lambda: unirun.status()["roles"][0]["phase"] == "running", "two ranks run")
+        name = unirun.status()["run_id"]
+        assert unirun("agent", "join", name, "--node-name", "node0").code == 0
+        steps = job.lines(r"begin 4 \d \d+ ([1-9]\d*)$", 4)
+        assert len({*steps}) == 1, job.text
+        enough(unirun)
+        end = job.end()
+        assert end.code == 0, end.err
+        ends = [line.split() for line in job.lines(r"end (\d 4 \d+ \d+)$", 4)]
+        assert len({step for *_, step in ends}) == 1
+        assert before < {pid for _, _, pid, _ in ends}
+        assert "actor grows from 2 to 4 ranks, and those that it has keep their memory" in end.err
 
     def test_a_lost_node_stays_lost_for_the_next_master(self, unirun: Unirun, script: Script) -> None:
         """

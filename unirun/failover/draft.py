@@ -89,7 +89,11 @@ def news_of(state: JobState, told: SentView) -> tuple[RoleView, ...]:
             continue
         pairs = role.workers.since(before.workers)
         changed = [now for was, now in pairs if was is None or _seen(was) != _seen(now)]
-        if changed or _head(before, told.endpoints[name]) != _head(role, endpoints[name]):
+        if (
+            changed
+            or before.grows != role.grows
+            or _head(before, told.endpoints[name]) != _head(role, endpoints[name])
+        ):
             found.append(_role_view(role, endpoints[name], changed))
     return tuple(found)
 
@@ -116,6 +120,7 @@ def _role_view(role: RoleState, endpoint: str, workers: Iterable[WorkerState]) -
         role.name,
         *_head(role, endpoint),
         workers=tuple(WorkerView(worker.rank, *_seen(worker)) for worker in workers),
+        grows=role.grows,
     )
 
 
@@ -453,7 +458,7 @@ class JobDraft:
 
     def grow_soon(self) -> None:
         """Decide about the growth of roles if nodes have come, after a delay in which more may come."""
-        if self.state.newcomers:
+        if self.state.newcomers or any(role.grows for role in self.state.roles.values()):
             self.send(After(GROWTH_DELAY, Due.GROWTH))
 
     def stop(

@@ -79,7 +79,7 @@ def why_all_restart(role: RoleState, before: Placement, after: Placement, gone: 
         # The role has ended, or all of its workers were told to end.
         return ""
     old, new = before.of_role(role.name), after.of_role(role.name)
-    if len(new) > len(old):
+    if len(new) > len(old) and not role.survives:
         return f"{role.name} grows from {len(old)} to {len(new)} ranks"
     if len(new) < len(old):
         return f"{role.name} has room for {len(new)} of {len(old)} ranks"
@@ -369,7 +369,18 @@ def relocation_to(
             because = replace(cause, reason=f"{cause.reason}; {why}")
             decisions[name] = _decide(state, name, ranks, because, together=True)
             told.append((name, decisions[name].reason))
+        elif name not in decisions and (more := _grows_in_place(state.roles[name], placement)):
+            decisions[name] = Decision("restart_worker", f"{cause.reason}; {more}", free=True)
+            told.append((name, decisions[name].reason))
     return Relocation(placement, decisions, whole, tuple(told), missing)
+
+
+def _grows_in_place(role: RoleState, placement: Placement) -> str:
+    """The growth of a role whose ranks keep their memory, in words; empty if it does not grow."""
+    old, new = len(role.workers), len(placement.of_role(role.name))
+    if not (role.survives and role.phase in ROLE_WORKS and new > old):
+        return ""
+    return f"{role.name} grows from {old} to {new} ranks, and those that it has keep their memory"
 
 
 def relocate(draft: JobDraft, before: JobState, cause: Cause, found: Relocation) -> None:
@@ -384,7 +395,7 @@ def relocate(draft: JobDraft, before: JobState, cause: Cause, found: Relocation)
     if waits := consequences(unit_of(draft.state, [*found.missing, *moved])):
         draft.record("affected", waits)
     for name in draft.state.roles:
-        # A role that grows is about to start again as a whole, and starts the new ranks with that.
+        # A role that grows is about to form its next generation, and starts the new ranks with that.
         draft.put(_grown(draft.role(name), found.placement))
     job = [name for name, decision in decisions.items() if decision.action == "restart_job"]
     works = {name for name, role in draft.state.roles.items() if role.phase in ROLE_WORKS}

@@ -310,8 +310,9 @@ def _has_ranks(state: JobState, node: str) -> bool:
 # Nodes that join a running job: who is let in, and which roles grow.
 #
 # A node that has come is a spare. When all roles run, those that have fewer ranks than they may have get more, and
-# start again as a whole: nodes that come within `GATHER` seconds are one such restart. Elastic workloads grow when a
-# visitor asks for it, as that knows when it loses least.
+# start again as a whole: nodes that come within `GROWTH_DELAY` seconds are one such restart. Ranks in a function that
+# survives keep their memory, and their role grows when one of them has saved it. Elastic workloads grow when a visitor
+# asks for it, as that knows when it loses least.
 
 
 def next_life(state: JobState, node: str) -> str:
@@ -366,20 +367,33 @@ def arrived(draft: JobDraft, event: Arrived) -> None:
 
 def grow(draft: JobDraft) -> None:
     """Give roles more ranks where nodes have come. Waits until every role runs, as one that starts again would have to
-    start twice."""
+    start twice. Ranks in a function that survives lose nothing at a boundary, which they are told to report."""
     state = draft.state
     come = tuple(node for node in state.newcomers if node in state.agents)
-    if not come or not _settled(state):
+    if not (come or any(role.grows for role in state.roles.values())) or not _settled(state):
         return
     draft.put(replace(state, newcomers=tuple(node for node in state.newcomers if node not in come)))
     # Others call workloads by their number, which stays.
-    names = [role.name for role in state.roles.values() if role.restart == "role"]
-    _grow(
-        draft,
-        state,
-        names,
-        Cause(come, f"{', '.join(come)} joined", draft.now, asked=True, come=True),
-    )
+    roles = [role for role in state.roles.values() if role.restart == "role"]
+    for role in roles:
+        most = state.role_spec(role.name).most or 0
+        grows = role.survives and most > len(role.workers)
+        if grows != role.grows:
+            draft.put(replace(role, grows=grows))
+            draft.tell_soon()
+    names = [role.name for role in roles if not role.survives]
+    cause = Cause(come, f"{', '.join(come) or 'a node'} joined", draft.now, asked=True, come=True)
+    _grow(draft, draft.state, names, cause)
+
+
+def grow_at_boundary(draft: JobDraft, name: str) -> None:
+    """Give a role of which a rank is at a boundary more ranks, if it is to grow. Its other ranks keep their memory."""
+    role = draft.role(name)
+    if role.grows and role.survives and _settled(draft.state):
+        draft.put(replace(role, grows=False))
+        cause = Cause((), "nodes have joined", draft.now, asked=True, come=True)
+        _grow(draft, draft.state, [name], cause)
+        draft.tell_now()
 
 
 def grow_elastic(draft: JobDraft, name: str) -> None:

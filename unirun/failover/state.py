@@ -381,6 +381,7 @@ class RoleState(Value):
     A role of programs (`is_program`) has no rendezvous store: each of its ranks starts when it is due. With a `probed`
     role, ranks are up when they are ready. `wave` is its place in the order of the starts, from 1. `paid` are the times
     of its latest restarts that were not free. The store of its generation is ordered when it is `due`; 0 for at once.
+    It `grows` as soon as one of its ranks is at a boundary.
     """
 
     name: str
@@ -399,6 +400,7 @@ class RoleState(Value):
     wave: int = 0
     paid: tuple[float, ...] = ()
     due: float = 0.0
+    grows: bool = False
 
     @property
     def live(self) -> tuple[WorkerState, ...]:
@@ -457,6 +459,11 @@ class RoleState(Value):
         are in a function that survives, which none of them has left."""
         inside = {worker.resilient for worker in self.workers if worker.live or worker.ended_well}
         return self.restart == "process" or (True in inside and False not in inside)
+
+    @property
+    def survives(self) -> bool:
+        """True if it is a role of scripts whose ranks are in a function that survives."""
+        return self.restart == "role" and self.in_place
 
     @property
     def grouped(self) -> bool:

@@ -30,6 +30,7 @@ from unirun.failover.nodes import (
     begin_without,
     drain,
     grow,
+    grow_at_boundary,
     grow_elastic,
     leave_when_empty,
     nodes_lost,
@@ -52,6 +53,7 @@ from unirun.failover.worker_failure import exited, store_ended
 from unirun.values import WorkerId
 from unirun.wire.messages import Drain, Grow, Inject, Injected, PassOn, Stop
 from unirun.wire.reports import (
+    Boundary,
     Calls,
     CommitJob,
     FromWorker,
@@ -122,6 +124,9 @@ def _handle(draft: JobDraft, event: Event) -> None:
         case FromWorker(who, Resilient(inside)):
             if (worker := draft.find(who)) is not None:
                 draft.put_worker(who.role, replace(worker, resilient=inside))
+        case FromWorker(who, Boundary()):
+            if draft.find(who) is not None:
+                grow_at_boundary(draft, who.role)
         case FromWorker(who, Metrics() as said):
             _metrics(draft, who, said)
         case FromWorker(who, Calls() as said):

@@ -189,6 +189,8 @@ class Formation:
         info = self._peers.known(self._peers.role)
         address, port = split_endpoint(info.endpoint)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+        # The role may have grown.
+        os.environ["WORLD_SIZE"] = os.environ["ROLE_WORLD_SIZE"] = str(info.world_size)
         # torch names a group after the number of groups so far, failed ones included. A rank that has failed once would
         # wait for the others under another name.
         c10d._world.group_count = 0

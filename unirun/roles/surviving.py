@@ -25,7 +25,7 @@ from unirun.roles.formation import Formation
 from unirun.roles.interruption import Interrupted, MainThread
 from unirun.roles.process_groups import dist, process_groups
 from unirun.roles.replicas import in_memory, newer
-from unirun.wire.reports import Resilient
+from unirun.wire.reports import Boundary, Resilient
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,6 +43,9 @@ NCCL_SETTINGS = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
 }
 """Variables that torch reads when it makes a group over NCCL."""
+
+GROWTH_TIMEOUT = 5.0
+"""Seconds that a rank which has returned waits for more ranks, after it has said that they may come."""
 
 SCRIPTS = ("script", "module", "function")
 """The kinds of entries whose workers may survive. Others have their own way to go on after a loss."""
@@ -79,6 +82,8 @@ class ResilientState:
         plain = {name: _state_of(value) for name, value in values.items()}
         # One assignment, between whose parts nothing is interrupted.
         self._kept = self._kept[0] + 1, in_memory(plain)
+        if self._survivor is not None:
+            self._survivor.at_boundary()
 
     def load(self, **into: Any) -> dict[str, Any]:
         """Put the values that were saved last into the objects with a ``load_state_dict()``, by name, and return the
@@ -114,6 +119,7 @@ class Survivor:
         self._peers = init().peers
         self._formation = Formation(self._peers, lambda generation: None)
         self._called = False
+        self._boundary = -GROWTH_TIMEOUT
         self.main = MainThread()
         self._formation.before_abort = partial(self.main.wake, self.check)
         self._peers.when_changed(self._formation.news)
@@ -161,13 +167,26 @@ class Survivor:
         if self._formation.outdated:
             raise Interrupted("another rank was lost")
 
+    def at_boundary(self) -> None:
+        """Tell the master, if more ranks are to come, that they may now: all values are saved."""
+        if self._grows:
+            self._boundary = time.monotonic()
+            self._peers.tell(Boundary())
+
+    @property
+    def _grows(self) -> bool:
+        view = self._peers.view(self._peers.role)
+        return view is not None and view.grows
+
     def _wait_for_all(self) -> None:
         """Return when every rank has returned from the function. Until then each is needed if one of them is lost, and
         calls the function again."""
         # The store may be that of the next generation already, as all have one address.
         store = self._formation.store(f"unirun/resilient/{self.generation}", STORE_TIMEOUT)
         returned, pause = store.add("returned", 1), MIN_END_POLL_INTERVAL
-        while returned < self.world_size:
+        while returned < self.world_size or (
+            self._grows and time.monotonic() < self._boundary + GROWTH_TIMEOUT
+        ):
             time.sleep(pause)
             self.check()
             pause = min(pause * 1.25, MAX_END_POLL_INTERVAL)

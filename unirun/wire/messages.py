@@ -3,12 +3,12 @@
 ============  =======================================================================
 agent→master  Join Heartbeat SpawnerReady StoreOpened StoreEnded Notice Sample Late Progress Knock
               ViewWanted Placed
-              WorkerStarted WorkerRunning WorkerExited FromWorker (Serving Listening GroupFormed Resilient Metrics
-              Calls MasterRequest CommitJob Health)
+              WorkerStarted WorkerRunning WorkerExited FromWorker (Serving Listening GroupFormed Resilient Boundary
+              Metrics Calls MasterRequest CommitJob Health)
 master→agent  Appointed Heartbeat OpenStore Reserve StartRole StopWorkers PassOn Inject ExitAck View MasterReply
               Shutdown AskProgress EndHung
-worker→agent  Hello Serving Listening GroupMeets GroupFormed Resilient Stuck Metrics Calls MasterRequest CommitJob
-              WorkerError ViewWanted EngineWeights ProgressPage
+worker→agent  Hello Serving Listening GroupMeets GroupFormed Resilient Boundary Stuck Metrics Calls MasterRequest
+              CommitJob WorkerError ViewWanted EngineWeights ProgressPage
 agent→worker  Welcome View MasterReply LocalEngines
 CLI→master    Attach Stop PassOn Drain Inject Heartbeat
 master→CLI    Heartbeat WorkerOutput RoleChanged Notice Drained Injected Ended
@@ -273,7 +273,8 @@ class WorkerView(Value):
 
 
 class RoleView(Value):
-    """The state of a role that all workers see; `workers` in rank order, only the changed ones in a view of changes."""
+    """The state of a role that all workers see; `workers` in rank order, only the changed ones in a view of changes. It
+    `grows` when one of its ranks is at a boundary (`Boundary`)."""
 
     name: str
     world_size: int
@@ -281,6 +282,7 @@ class RoleView(Value):
     endpoint: str
     phase: str
     workers: tuple[WorkerView, ...]
+    grows: bool = False
 
 
 class View(Message):

@@ -270,6 +270,10 @@ class Resilient(Message):
     inside: bool
 
 
+class Boundary(Message):
+    """A worker of a role that is to grow has saved what the next generation goes on from."""
+
+
 class Metrics(Message):
     """Metrics of a worker by name, taken at `time` in seconds since the epoch. None stands for nan and infinities."""
 
@@ -318,7 +322,16 @@ class FromWorker(Message):
 
     worker: WorkerId
     message: (
-        Serving | Listening | GroupFormed | Resilient | Metrics | Calls | MasterRequest | CommitJob | Health
+        Serving
+        | Listening
+        | GroupFormed
+        | Resilient
+        | Boundary
+        | Metrics
+        | Calls
+        | MasterRequest
+        | CommitJob
+        | Health
     )
 
 

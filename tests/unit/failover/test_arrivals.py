@@ -19,7 +19,7 @@ from unirun.failover.nodes import made_up, next_life, trouble
 from unirun.values import WorkerId
 from unirun.wire.frames import from_json
 from unirun.wire.messages import Dismissed, Grow, Offer, Ready, StartRole, StopWorkers
-from unirun.wire.reports import FromWorker, GroupFormed, Serving
+from unirun.wire.reports import Boundary, FromWorker, GroupFormed, Resilient, Serving
 
 OURS = {"python": "3.13"}
 
@@ -66,6 +66,63 @@ def come(job: Job, *names: str) -> Job:
     for name in names:
         job.on(Arrived(offer(name))).on(job.join(name))
     return job
+
+
+def survivors() -> Job:
+    """Two to eight actors of a script, four of which are in a function that survives."""
+    job = scripts(8, of=2, least={"actor": 2}).running()
+    for rank in range(4):
+        job.on(FromWorker(WorkerId("actor", rank, 0), Resilient(inside=True)))
+    return job
+
+
+class TestABoundary:
+    def test_a_boundary_is_when_ranks_that_survive_get_more_of_them_and_keep_their_processes(self) -> None:
+        job = come(survivors(), "n2")
+        job.on(Due.GROWTH)
+        assert (job.orders(StopWorkers), job.orders(StartRole), job.phases()) == (
+            [],
+            [],
+            {"actor": "running"},
+        )
+        job.on(Due.VIEW)
+        assert [role.grows for role in job.seen["n0"].roles] == [True]
+        job.on(FromWorker(WorkerId("actor", 1, 0), Boundary()))
+        assert ranks(job) == {"n2": [4, 5]}
+        assert {order.world_size for order in job.orders(StartRole)} == {6}
+        assert (job.orders(StopWorkers), job.phases()) == ([], {"actor": "reforming"})
+        assert "actor grows from 4 to 6 ranks, and those that it has keep their memory" in job.records
+        assert [role.grows for role in job.seen["n0"].roles] == [False]
+        assert job.on(FromWorker(WorkerId("actor", 2, 0), Boundary())).orders(StartRole) == []
+        job.all_run("actor")
+        for worker in job.state.roles["actor"].workers:
+            job.on(FromWorker(WorkerId("actor", worker.rank, worker.incarnation), GroupFormed(1)))
+        assert (job.phases(), job.state.roles["actor"].restarts) == ({"actor": "running"}, 0)
+
+    def test_a_boundary_of_a_role_that_does_not_grow_changes_nothing(self) -> None:
+        job = survivors()
+        before = job.state
+        job.on(FromWorker(WorkerId("actor", 1, 0), Boundary()))
+        assert job.state.roles == before.roles
+
+    def test_a_boundary_without_room_ends_the_wait(self) -> None:
+        """A node has come and is gone again."""
+        job = come(survivors(), "n2")
+        job.on(Due.GROWTH).on(gone("n2")).on(FromWorker(WorkerId("actor", 1, 0), Boundary()))
+        assert (job.orders(StartRole), job.state.roles["actor"].grows) == ([], False)
+
+    def test_a_boundary_counts_for_the_next_master(self) -> None:
+        job = come(survivors(), "n2")
+        job.on(Due.GROWTH)
+        assert decode(encode(job.state)).roles["actor"].grows
+
+    def test_a_boundary_is_not_waited_for_by_ranks_that_start_again_before_the_function(self) -> None:
+        job = come(survivors(), "n2")
+        job.on(Due.GROWTH).on(FromWorker(WorkerId("actor", 1, 0), Resilient(inside=False)))
+        job.exits("actor", 0, 1).obey().all_run("actor")
+        assert any(isinstance(c, After) and c.event == Due.GROWTH for c in job.commands)
+        job.on(Due.GROWTH).obey()
+        assert len(job.state.roles["actor"].workers) == 6
 
 
 class TestAMadeUpNode:

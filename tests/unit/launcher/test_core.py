@@ -30,6 +30,7 @@ from unirun.launcher.events import (
 from unirun.values import WorkerId
 from unirun.wire.messages import Hello, RoleView, Shutdown, StopWorkers, View, WorkerView
 from unirun.wire.reports import (
+    Boundary,
     CommitJob,
     Forked,
     FromWorker,
@@ -181,6 +182,7 @@ class TestAWorker:
             ),
             (GroupFormed(3), FromWorker(WorkerId("actor", 1, 0), GroupFormed(3))),
             (Metrics({"loss": 0.5}, 7.0), FromWorker(WorkerId("actor", 1, 0), Metrics({"loss": 0.5}, 7.0))),
+            (Boundary(), FromWorker(WorkerId("actor", 1, 0), Boundary())),
             (CommitJob(1, 5), FromWorker(WorkerId("actor", 1, 0), CommitJob(1, 5))),
         ],
     )

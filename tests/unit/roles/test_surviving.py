@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import unirun
 from unirun.errors import UsageError
-from unirun.roles.surviving import ResilientState
+from unirun.roles.peers import Peers, RoleInfo
+from unirun.roles.surviving import ResilientState, Survivor
+from unirun.wire.messages import RoleView, View
+from unirun.wire.reports import Boundary, Message
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -57,6 +62,22 @@ class TestState:
         state.save(step=1)
         with pytest.raises(UsageError, match="sharded tensor"):
             state.save(step=2, weights=torch.zeros(2).as_subclass(Sharded))
+        assert state.load() == {"step": 1}
+
+
+class TestGrowth:
+    @pytest.mark.parametrize("grows", [True, False])
+    def test_growth_is_asked_for_after_a_save_while_the_role_is_to_grow(
+        self, monkeypatch: pytest.MonkeyPatch, *, grows: bool
+    ) -> None:
+        told: list[Message] = []
+        peers = Peers("actor", 0, {"actor": RoleInfo("actor", 1, 0)}, send=told.append)
+        peers.update(View((RoleView("actor", 1, 0, "", "running", (), grows=grows),)))
+        monkeypatch.setattr("unirun.roles.surviving.init", lambda: SimpleNamespace(peers=peers))
+        state = ResilientState(Survivor())
+        assert told == []
+        state.save(step=1)
+        assert told == [Boundary()] * grows
         assert state.load() == {"step": 1}
 
 
