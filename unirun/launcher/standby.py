@@ -11,6 +11,7 @@ import math
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -192,6 +193,7 @@ class Standby:
         self, job: JobDir, lock: int, node: str, nodes: Sequence[str], tcp: socket.socket | None = None
     ) -> None:
         self._job, self._lock, self._tcp = job, lock, tcp
+        self._takes_lock = False
         self._node, self._nodes = node, tuple(nodes)
         self._masters = Masters(job)
         self._started: list[_Master] = []
@@ -302,11 +304,20 @@ class Standby:
         else:
             self._started.append(self._candidate)
 
+    def _take_lock(self) -> None:
+        """Have the job's lock as soon as no other process has it. The agent of a made-up node that has come later has
+        not inherited it; those that have may still be ending."""
+
+        def take() -> None:
+            with suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+        if not self._takes_lock:
+            self._takes_lock = True
+            threading.Thread(target=take, name="unirun-lock", daemon=True).start()
+
     def _popen(self, deposing: int) -> _Master:
-        with suppress(OSError):
-            # The agent of a made-up node that has come later has not inherited the lock, which is free when all others
-            # have ended.
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._take_lock()
         tcp = [] if self._tcp is None else [self._tcp.fileno()]
         command = [sys.executable, "-P", "-m", "unirun.launcher.master", str(self._job.path), str(deposing)]
         with open(self._job.master_log, "ab") as log:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.unit.rendezvous.fake_master import FakeJob
-from tests.waiting import WAIT_TIMEOUT
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import RendezvousError
 from unirun.launcher import standby
 from unirun.launcher.standby import Standby
@@ -221,6 +221,29 @@ class TestWhenTheLeaderIsDead:
             run(fake_job, go, listener)
         ((_, arguments),) = started.lines
         assert arguments[-2] == "1", "it deposes that one"
+
+    @pytest.mark.starts_processes
+    def test_a_standby_that_came_later_has_the_lock_when_all_others_have_ended(
+        self, fake_job: FakeJob, started: StartedMasters
+    ) -> None:
+        fake_job.leader().die()
+        mine = os.open(fake_job.job_dir.lock, os.O_RDWR)
+
+        async def go() -> None:
+            watch = Standby(fake_job.job_dir, mine, "n0", ("n0",))
+            finding = asyncio.ensure_future(watch.next(1, WAIT_TIMEOUT))
+            await started.until(1)
+            finding.cancel()
+            watch.close()
+
+        asyncio.run(go())
+        ((pid, _),) = started.lines
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        fake_job.let_go()
+        eventually(fake_job.job_dir.alive, "the lock is taken")
+        os.close(mine)
+        assert not fake_job.job_dir.alive()
 
     @pytest.mark.starts_processes
     def test_a_started_master_has_the_jobs_lock_and_its_own_session(
