@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 
+from msgspec.structs import replace
+
 from unirun.errors import EXIT_FAILURE, JobError
 from unirun.failover.context import decode
 from unirun.failover.context_store import ContextStore, load
@@ -81,12 +83,14 @@ def _lead(
     if term is None:
         return
     contexts = ContextStore(store, job.run_id, term)
-    state = load(store, job.run_id)
-    requeued = state is not None and state.uid == job.uid_before
-    if state is not None and state.uid != job.uid:
-        state = None
+    before = load(store, job.run_id)
+    requeued = before is not None and before.uid == job.uid_before
+    state = before if before is not None and before.uid == job.uid else None
     if state is None and first is not None:
         state = decode(first)
+        if requeued and before is not None:
+            # Its roles go back to what they had committed together.
+            state = replace(state, commits=replace(before.commits, pending=()))
         contexts.create(state, keep_saved=requeued)
     if state is None:
         term.resign()

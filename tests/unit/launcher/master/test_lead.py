@@ -20,7 +20,7 @@ from unirun.errors import EXIT_FAILURE, JobError
 from unirun.failover.context import encode
 from unirun.failover.context_store import ContextStore, load
 from unirun.failover.crashes import MAX_MASTERS_PER_ERROR, Crash, record_crash
-from unirun.failover.state import JobPhase, JobState
+from unirun.failover.state import Commits, JobPhase, JobState, PendingCommit
 from unirun.failover.step import step
 from unirun.failover.takeover import resume
 from unirun.launcher.master import __main__ as process
@@ -136,7 +136,8 @@ class TestTheFirstMaster:
     ) -> None:
         term = job_on_disk.has(stopped("other"))
         contexts = ContextStore(job_on_disk.store, "job-1", term)
-        contexts.create(stopped("other"))
+        pending = (PendingCommit(9, {"actor": (0,)}),)
+        contexts.create(replace(stopped("other"), commits=Commits(("actor",), 7, pending)))
         contexts.save_state("actor", 0, "weights")
         term.resign()
         (job_on_disk.job.path / "uid.before").write_text(before)
@@ -147,6 +148,7 @@ class TestTheFirstMaster:
         state = load(job_on_disk.store, "job-1")
         assert state is not None
         assert state.uid == UID
+        assert state.commits == (Commits(("actor",), 7) if before == "other" else Commits())
 
     def test_the_first_master_leaves_one_alone_that_runs(self, job_on_disk: JobOnDisk) -> None:
         job_on_disk.has(a_job("other").state)
