@@ -14,6 +14,7 @@ from unirun.failover.state import JOB_ENDS, JobState
 from unirun.values import WorkerId
 from unirun.wire.messages import Stop
 from unirun.wire.reports import (
+    CommitJob,
     FromWorker,
     GroupFormed,
     Join,
@@ -94,6 +95,7 @@ class RandomWalk:
                 FromWorker(who, GroupFormed(role.opened)),
             ]
             told += [FromWorker(who, Metrics({"loss": 0.5}, 1.0)), self.exit(who), self.exit(who)]
+            told += 2 * [FromWorker(who, CommitJob(1, rng.randrange(3)))]
         return rng.choice(told)
 
     def exit(self, who: WorkerId) -> WorkerExited:

@@ -73,6 +73,7 @@ def test_a_step_that_is_not_urgent_may_be_lost_without_a_decision_or_an_end(seed
             resumed.verdict,
             resumed.failures,
             resumed.asked_to_stop,
+            resumed.commits,
             roles,
         )
 
