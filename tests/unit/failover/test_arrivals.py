@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import to_builtins
 from msgspec.json import encode as to_json
 from msgspec.structs import replace
 
+from tests.effort import examples
 from tests.unit.failover.context.states import kept
-from tests.unit.failover.job import TERM, Job
+from tests.unit.failover.job import KILL, TERM, Job
 from tests.unit.failover.multi_node import gone, nodes, places, ranks, scripts
 from tests.unit.failover.takeover import join, take_over
 from unirun.collocation import Device, Node
@@ -16,10 +19,19 @@ from unirun.errors import Refused
 from unirun.failover.context import decode, encode, urgent
 from unirun.failover.draft import GROWTH_DELAY, After, Arrived, Due, ToGuest
 from unirun.failover.nodes import made_up, next_life, trouble
+from unirun.failover.state import JOB_ENDS
 from unirun.values import WorkerId
 from unirun.wire.frames import from_json
 from unirun.wire.messages import Dismissed, Grow, Offer, Ready, StartRole, StopWorkers
-from unirun.wire.reports import Boundary, FromWorker, GroupFormed, Resilient, Serving
+from unirun.wire.reports import (
+    Boundary,
+    FromWorker,
+    GroupFormed,
+    Resilient,
+    Serving,
+    WorkerRunning,
+    WorkerStarted,
+)
 
 OURS = {"python": "3.13"}
 
@@ -123,6 +135,63 @@ class TestABoundary:
         assert any(isinstance(c, After) and c.event == Due.GROWTH for c in job.commands)
         job.on(Due.GROWTH).obey()
         assert len(job.state.roles["actor"].workers) == 6
+
+
+def happens(job: Job, what: str, rank: int, number: int) -> None:
+    """One of the things that may happen to ranks that survive, and to their nodes."""
+    role = job.state.roles["actor"]
+    worker = role.workers[rank % len(role.workers)]
+    who = WorkerId("actor", worker.rank, worker.incarnation)
+    match what:
+        case "boundary" if worker.live:
+            job.on(FromWorker(who, Boundary()))
+        case "dies" if worker.live:
+            job.exits("actor", worker.rank, by=KILL)
+        case "run":
+            for each in role.workers:
+                if each.live:
+                    each_who = WorkerId("actor", each.rank, each.incarnation)
+                    job.on(
+                        WorkerStarted(each_who, 7),
+                        WorkerRunning(each_who, role.opened),
+                        FromWorker(each_who, GroupFormed(role.opened)),
+                        FromWorker(each_who, Resilient(inside=True)),
+                    )
+        case "lost" if len(job.state.agents) > 1:
+            job.on(gone([*job.state.agents][rank % len(job.state.agents)]))
+        case "come":
+            come(job, f"m{number}")
+        case "grow":
+            job.on(Due.GROWTH)
+        case "view":
+            job.on(Due.VIEW)
+
+
+@examples(100)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["boundary", "dies", "run", "run", "lost", "come", "grow", "grow", "view"]),
+            st.integers(0, 7),
+        ),
+        max_size=30,
+    )
+)
+def test_whatever_happens_ranks_that_survive_grow_as_one_role(what: list[tuple[str, int]]) -> None:
+    """The invariants hold after each event. When all has settled, every place has a rank that runs."""
+    job = scripts(8, of=2, restarts=40, least={"actor": 2}).running()
+    happens(job, "run", 0, 0)
+    for number, (each, rank) in enumerate(
+        [*what, *4 * [("run", 0), ("grow", 0), ("boundary", 0)], ("run", 0)]
+    ):
+        happens(job, each, rank, number)
+        job.obey()
+        if job.state.phase in JOB_ENDS:
+            return
+        assert decode(encode(job.state)) == kept(job.state)
+    role = job.state.roles["actor"]
+    assert role.phase == "running"
+    assert len(role.workers) == len(job.state.placement.of_role("actor"))
 
 
 class TestAMadeUpNode:
