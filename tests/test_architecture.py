@@ -77,7 +77,6 @@ TWICE = {
 """Names of classes that two modules define."""
 
 SMALL = {
-    "launcher.master.hangs": "none of it is an event of the state machine that the master's shell drives",
     "weights.dtensors": "imports DTensor, which takes long",
     "weights.integrations.vllm": "users import it",
 }

@@ -67,7 +67,7 @@ def create(path: Path, content: str) -> bool:
 def directory(path: Path, *, private: bool = True, lasting: bool = False) -> Iterator[Path]:
     """A new directory that gets the name `path` when the block ends; it is removed if the block raises. `lasting` is
     for the name: the files in it are lasting or not by themselves. Raises OSError, also if `path` has contents."""
-    draft = path.with_name(f".{path.name}{PARTIAL}")
+    draft = _draft_of(path)
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(0o700 if private else 0o777)
     try:
@@ -88,7 +88,7 @@ def _draft(
     path: Path, publish: Callable[[Path, Path], None], *, private: bool, lasting: bool, contended: bool
 ) -> Iterator[BinaryIO]:
     mark = f".{os.urandom(4).hex()}" if contended else ""
-    draft = path.with_name(f".{path.name}{mark}{PARTIAL}")
+    draft = _draft_of(path, mark)
     draft.unlink(missing_ok=True)
     if contended:
         _remove_abandoned(path)
@@ -110,6 +110,15 @@ def _draft(
         raise
     if lasting:
         _sync(path.parent)
+
+
+def remove_draft(path: Path) -> None:
+    """Remove the temporary name that a killed writer of `path` has left, if there is one. Raises OSError."""
+    _draft_of(path).unlink(missing_ok=True)
+
+
+def _draft_of(path: Path, mark: str = "") -> Path:
+    return path.with_name(f".{path.name}{mark}{PARTIAL}")
 
 
 def _remove_abandoned(path: Path) -> None:

@@ -63,8 +63,6 @@ NOTES = {
 """Words in the note of the failure, by the kind of the hang."""
 
 
-# A peer that fails, too, may be told to end while it writes its error.
-@pytest.mark.breaks(r"temporary name .*/\.error\.json\.partial")
 class TestAHang:
     @pytest.mark.parametrize("how", ["spin", "gil", "skip", "other", "stop"])
     def test_the_rank_for_which_the_others_wait_is_killed_and_named(
@@ -189,7 +187,6 @@ def test_a_workload_that_hangs_in_a_call_is_killed_alone_and_its_peer_survives(
     assert failures == ["adder:1"]
 
 
-@pytest.mark.breaks(r"temporary name .*/\.error\.json\.partial")
 def test_a_rank_on_another_node_than_those_that_wait_is_named_before_they_fail(
     unirun: Unirun, script: Script
 ) -> None:

@@ -51,7 +51,8 @@ def main(options: Any) -> int:
     elif not found:
         say(f"job {job.run_id} has had no failure")
     else:
-        headers = ["N", "SECONDS", "WORKER", "INCARNATION", "NODE", "EXIT", "LIKELY CAUSE", "DECIDED", "AWAY"]
+        headers = ["N", "SECONDS", "WORKER", "INCARNATION", "NODE", "EXIT", "LIKELY CAUSE", "DECIDED"]
+        headers += ["AWAY", "STEPS LOST"]
         print_table(headers, [_row(each, events[0].time) for each in found])
     return 0
 
@@ -68,6 +69,7 @@ def _row(failure: LoggedFailure, began: float) -> list[str]:
         record.cause,
         record.decision.rpartition(f"{record.exit}; ")[2],
         _seconds(failure.durations.away),
+        "" if failure.steps_lost is None else str(failure.steps_lost),
     ]
 
 
@@ -77,7 +79,8 @@ def _explained(failure: LoggedFailure, events: Sequence[LoggedEvent]) -> Iterato
     slots = f", slot {', '.join(record.slots)}" if record.slots else ""
     since = record.time - events[0].time
     yield f"failure {failure.number}: {record.who} on {record.node}{slots}, {since:.3f} s after the first event"
-    yield f"  incarnation {record.incarnation}, generation {record.generation}, {record.exit}"
+    step = f", at step {record.step}" if record.step >= 0 else ""
+    yield f"  incarnation {record.incarnation}, generation {record.generation}, {record.exit}{step}"
     yield f"likely cause: {record.cause} ({record.kind})"
     yield f"noticed by: {RULES.get(record.rule, record.rule)}{f' ({record.note})' if record.note else ''}"
     yield f"decided: {record.decision or 'nothing more, as that of an earlier failure was being carried out'}"
@@ -85,6 +88,8 @@ def _explained(failure: LoggedFailure, events: Sequence[LoggedEvent]) -> Iterato
         yield f"affected: {other}"
     parts = {part: _seconds(getattr(took, part)) for part in took.__struct_fields__}
     yield f"took: {', '.join(f'{part} {time}' for part, time in parts.items() if time) or 'not known'}"
+    if failure.steps_lost is not None:
+        yield f"steps lost: {failure.steps_lost}"
     yield from lines(consequences(events, failure))
     words = record.traceback or record.message or record.tail
     if words:

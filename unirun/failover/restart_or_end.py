@@ -30,7 +30,7 @@ from unirun.failover.state import (
     Verdict,
 )
 from unirun.values import Value, WorkerId
-from unirun.wire.messages import Shutdown, StopWorkers
+from unirun.wire.messages import FollowSteps, Shutdown, StopWorkers
 from unirun.wire.reports import Ending, Notice
 
 # The choice of the root cause among several failures, and its report for a person.
@@ -164,7 +164,7 @@ def _without_failure(failures: Sequence[Failure], others: Sequence[Failure]) -> 
     silent = [each for each in others if each.worker.role in roles and not each.time]
     named = {(failure.worker.role, rank) for failure in waiting for rank in missed(failure)}
     if absent := [each for each in silent if (each.worker.role, each.worker.rank) in named]:
-        return _blamed(absent, waiting, "did not come to a barrier where {others} waited for {it}")
+        return _blamed(absent, waiting, "did not come to the collective in which {others} waited for {it}")
     if len(silent) == 1 or 0 < len(silent) < len(waiting):
         # If there are more such ranks, most of them were told to end before their own wait was over.
         return _blamed(silent, waiting, "had not failed when {others} waited for a peer in vain")
@@ -257,22 +257,24 @@ def advance(draft: JobDraft, name: str) -> None:
 
 
 def _tell_cause(draft: JobDraft, role: RoleState) -> None:
-    """Report the cause of a restart of `role` if it is a rank that has not failed, which is known only once
+    """Report the cause of a restart of `role` if the failure that was decided about is a consequence of another one: of
+    a rank of which the master has heard later, as on another node, or of one that has not failed. It is known only once
     all failures are."""
     failures = [each for each in draft.state.failures if each.worker.role == role.name and not each.inferred]
     if role.orderly or not failures or failures[-1].generation != role.generation:
         return
     found = [each for each in failures if each.generation == role.generation]
     diagnosis = diagnose(found, bystanders(draft.state, found))
-    if diagnosis.cause.inferred:
+    if diagnosis.cause is not found[0] and is_consequence(found[0]):
         _keep_cause(draft, diagnosis)
         draft.send(ToWatchers(Notice(role.name, f"the cause of its restart: {diagnosis}")))
 
 
 def _keep_cause(draft: JobDraft, diagnosis: Diagnosis) -> None:
-    """Remember a rank that has not failed itself as the cause of other failures."""
+    """Write the cause of other failures, and remember it if it is a rank that has not failed itself."""
     draft.record("cause", str(diagnosis), str(diagnosis.cause.worker))
-    draft.fail(diagnosis.cause)
+    if diagnosis.cause.inferred:
+        draft.fail(diagnosis.cause)
 
 
 def form_anew(draft: JobDraft, name: str) -> None:
@@ -299,8 +301,24 @@ def settle(draft: JobDraft, name: str) -> None:
     if role.phase in (RolePhase.STARTING, RolePhase.REFORMING) and role.settled:
         draft.put(replace(role, phase=RolePhase.RUNNING), PhaseEvent.ALL_UP)
         draft.record("running", f"role {name}: every rank runs", name)
+        _follow_steps(draft, name)
         draft.tell_soon()
         draft.grow_soon()
+
+
+def _follow_steps(draft: JobDraft, name: str) -> None:
+    """Ask for the steps of a role that runs again after a failure in its last generation."""
+    role = draft.role(name)
+    failed = [each for each in draft.state.failures if each.worker.role == name]
+    if not failed or failed[-1].generation != role.generation - 1 or role.is_program:
+        return
+    furthest = max(worker.step for worker in role.workers)
+    for worker in role.workers if furthest >= 0 else ():
+        if worker.step >= 0:
+            draft.put_worker(name, replace(worker, step=-1))
+    order = FollowSteps(name, role.generation, furthest, max(draft.now - failed[-1].noticed, 0.0))
+    for node in sorted({worker.node for worker in role.live}):
+        draft.order(node, order)
 
 
 def unsettle(draft: JobDraft, name: str) -> None:

@@ -79,7 +79,7 @@ class Failure(Value, omit_defaults=True):
 
     The `rule` is that by which it was noticed, at the time `noticed` (by the master's clock). `slots` are the worker's
     devices. `fault` is the id of the event that has injected a fault into it. `affected` are other ranks that wait for
-    it or lose something by it, in words.
+    it or lose something by it, in words. `step` is the one to which it had come, -1 if it has reported none.
     """
 
     worker: WorkerId
@@ -99,6 +99,7 @@ class Failure(Value, omit_defaults=True):
     slots: tuple[str, ...] = ()
     fault: str = ""
     affected: tuple[str, ...] = ()
+    step: int = -1
 
 
 Rule = Literal["exit", "node", "hang", "peers", "probe", "port", "store", "weights"]
@@ -302,6 +303,7 @@ class WorkerState(Value, omit_defaults=True):
     `paid` are the times of the latest restarts of a rank that has a budget of its own. `new_ports`
     counts how often another process had its port. `fault` is the id of the event that has injected a fault into it.
     `resilient`: it is in a function that survives the loss of a peer, has left it, or (None) has not entered it.
+    `step` is the one to which the worker before had come, until the role runs again; -1 if it is not known.
     """
 
     rank: int
@@ -325,6 +327,7 @@ class WorkerState(Value, omit_defaults=True):
     paid: tuple[float, ...] = ()
     fault: str = ""
     resilient: bool | None = None
+    step: int = -1
 
     @property
     def place(self) -> RankAddress | None:
@@ -368,6 +371,7 @@ class WorkerState(Value, omit_defaults=True):
             ports=self.ports,
             paid=self.paid,
             new_ports=self.new_ports,
+            step=self.step,
         )
 
 

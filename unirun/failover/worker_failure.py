@@ -100,7 +100,8 @@ def exited(draft: JobDraft, event: WorkerExited) -> None:
     if works and event.cause == "order" and not moves and not regroups:
         raise IllegalTransition(f"{text}, by an order that no master has written")
     left = event.time if end.ok and event.sent is None else 0.0
-    draft.put_worker(name, replace(worker.ended(end), left=left), PhaseEvent.ENDED)
+    step = max(worker.step, event.step)
+    draft.put_worker(name, replace(worker.ended(end), left=left, step=step), PhaseEvent.ENDED)
     if role.is_program:
         unsettle(draft, name)
     if obstructs:
@@ -210,6 +211,7 @@ def failure_of(state: JobState, worker: WorkerState, event: WorkerExited, end: E
         rule="port" if event.taken else RULES.get(event.cause, "exit"),
         slots=worker.own,
         fault=worker.fault,
+        step=event.step,
     )
 
 

@@ -28,7 +28,7 @@ from unirun.launcher.events import AgentState, end_of, holdings, masked
 from unirun.launcher.faults import FAULT_FILE, FAULT_SIGNAL
 from unirun.launcher.hangs import ProgressWatch
 from unirun.launcher.logs import LogFollower
-from unirun.launcher.notes import kill_note, kills_so_far, tail
+from unirun.launcher.notes import kill_note, kills_so_far, remove_draft, tail
 from unirun.launcher.orders import Orders, PortBook
 from unirun.launcher.probes import Probing
 from unirun.launcher.process import (
@@ -54,6 +54,7 @@ from unirun.wire.messages import (
     AskProgress,
     EndHung,
     ExitAck,
+    FollowSteps,
     Heartbeat,
     Hello,
     Inject,
@@ -525,6 +526,8 @@ class Agent:
                         self._reserve(message)
                     case AskProgress():
                         self._background(self._progress.answer(message))
+                    case FollowSteps():
+                        self._background(self._progress.follow(message))
                     case EndHung():
                         self._progress.end(message)
                     case OpenStore(role):
@@ -589,7 +592,10 @@ class Agent:
                 note = kill_note(self._state, message, self._kills[0])
                 last = tail(self._state, message)
                 taken = isinstance(message, Reaped) and self._has_lost_its_port(message.id)
-                self._apply(events.FromSpawner(key, message, self._mask(note), self._mask(last), taken))
+                remove_draft(self._state, message)
+                step = self._progress.step_of(message.id) if isinstance(message, Reaped) else -1
+                texts = self._mask(note), self._mask(last)
+                self._apply(events.FromSpawner(key, message, *texts, taken, step))
         except WireError:
             code = await asyncio.to_thread(popen.wait)
             if isinstance(popen, Borrowed):

@@ -617,7 +617,7 @@ def _from_spawner(state: AgentState, event: FromSpawner) -> tuple[AgentState, li
             return _ended(state, state.workers[number], when, 1, None, reason)
         case Reaped(number, when, code, signum):
             end = (when, code, signum, event.note, event.tail)
-            return _ended(state, state.workers[number], *end, taken=event.taken)
+            return _ended(state, state.workers[number], *end, taken=event.taken, step=event.step)
         case StoreOpened():
             return _store_opened(state, event.message)
         case Notice():
@@ -716,6 +716,7 @@ def _ended(
     tail: str = "",
     *,
     taken: bool = False,
+    step: int = -1,
 ) -> tuple[AgentState, list[Command]]:
     state = _without(state, worker)
     end = WorkerExited(
@@ -730,6 +731,7 @@ def _ended(
         met=worker.met,
         tail="" if worker.error else tail,
         taken=taken,
+        step=step,
     )
     end = short_end(end)
     state = _remembering(state, worker, end)

@@ -37,6 +37,9 @@ _AT_IMPORT = (
 _READ_LATER = ("TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCH_NCCL_", "TORCH_ELASTIC_", "TORCH_GLOO_")
 """Exceptions to `_AT_IMPORT`: read when a group is formed, or read again by the worker's bootstrap."""
 
+ERROR_FILE = "error.json"
+"""The error of a worker, in the directory of its logs."""
+
 _COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 INTERPRETER = "PYTHON_EXEC"
@@ -247,7 +250,7 @@ def _of_torchrun(spec: JobSpec, order: StartRole, member: StartWorker, job: JobD
         "TORCHELASTIC_RUN_ID": spec.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(order.restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(spec.role(order.role).max_restarts),
-        "TORCHELASTIC_ERROR_FILE": str(logs / "error.json"),
+        "TORCHELASTIC_ERROR_FILE": str(logs / ERROR_FILE),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         # As torchrun's --signals-to-handle sets it, for workers that start processes with torch's own classes.
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(spec.signals),

@@ -108,13 +108,14 @@ class RendezvousStore(Value):
 
 
 class FromSpawner(Value):
-    """A message of a spawner; for the end of a worker with `note`, `tail` and `taken` (see `WorkerExited`)."""
+    """A message of a spawner; for the end of a worker with `note`, `tail`, `taken` and `step` (see `WorkerExited`)."""
 
     key: SpawnerKey
     message: Message
     note: str = ""
     tail: str = ""
     taken: bool = False
+    step: int = -1
 
 
 class Probed(Value):

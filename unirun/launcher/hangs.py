@@ -11,7 +11,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from msgspec import convert
@@ -23,12 +23,15 @@ from unirun.launcher.sampler import STACKS, STACKS_SIGNAL
 from unirun.observe.jobdir import JobDir
 from unirun.spec.job import JobSpec
 from unirun.values import WorkerId
-from unirun.wire.messages import AskProgress, EndHung
+from unirun.wire.messages import AskProgress, EndHung, FollowSteps
 from unirun.wire.progress import Snapshot, open_page, read_page, want_evidence
-from unirun.wire.reports import Late, Message, Progress, RankProgress, Wait
+from unirun.wire.reports import Late, Message, Progress, RankProgress, StepsAgain, Wait
 
 LOOK_INTERVAL, NOTICE_INTERVAL = 0.1, 1.0
 """Seconds between two looks at the pages, if a role has a time-out, and otherwise."""
+
+FOLLOW_INTERVAL = 0.05
+"""Seconds between two looks at the steps of a role that runs again."""
 
 EVIDENCE_TIMEOUT = 0.3
 """Seconds in which workers write their stacks."""
@@ -61,11 +64,16 @@ class ProgressWatch:
         # The time of the latest progress of a worker, and its longest time without any, in seconds.
         self._longest: dict[int, tuple[int, float]] = {}
         self._next: dict[str, float] = {}
+        # The generation of each role whose steps are followed.
+        self._followed: dict[str, int] = {}
         self._looked = time.monotonic()
 
     def announced(self, worker: int, number: int) -> None:
-        """A worker has a page, in its descriptor `number`."""
+        """A worker has a page, in its descriptor `number`. It is opened while its process is there, and can be read
+        after the end of that."""
         self._numbers[worker] = number
+        if (known := self._state().workers.get(worker)) is not None:
+            self._read(known)
 
     def close(self) -> None:
         """Close all pages."""
@@ -133,6 +141,34 @@ class ProgressWatch:
             # Its process has just ended, or is of another user: it has no progress that could be seen.
             return None
 
+    def step_of(self, worker: int) -> int:
+        """The step to which a worker has come; -1 if that is not known."""
+        handle = self._handles.get(worker)
+        return read_page(handle).step if handle is not None else -1
+
+    async def follow(self, order: FollowSteps) -> None:
+        """Tell the master the first step of a role since its failure, and when it has come past the furthest one
+        before. A later order about the role takes the place of this one."""
+        since = time.monotonic_ns() - int(order.age * 1e9)
+        began, told = time.monotonic(), False
+        self._followed[order.role] = order.generation
+        while self._followed[order.role] == order.generation:
+            workers = [each for each in self._state().workers.values() if each.who.role == order.role]
+            pages = [page for page in map(self._read, workers) if page is not None]
+            found = steps_again([page for page in pages if page.first_at > since], order.furthest)
+            if found is not None:
+                first, furthest = found
+                past = any(page.step > furthest for page in pages)
+                if past or not told:
+                    self._tell(
+                        StepsAgain(self._state().node, order.role, order.generation, first, furthest, past)
+                    )
+                told = True
+                if past:
+                    return
+            # The time that is told is late by a twentieth at most.
+            await asyncio.sleep(min(max(FOLLOW_INTERVAL, (time.monotonic() - began) / 20), 5.0))
+
     async def answer(self, question: AskProgress) -> None:
         """Send the master the progress of the ranks of a role."""
         role = question.role
@@ -179,6 +215,15 @@ class ProgressWatch:
             if all(map(stacks.get, asked)) and not any(each.evidence for each in pages if each):
                 break
         return stacks
+
+
+def steps_again(pages: Sequence[Snapshot], furthest: int) -> tuple[int, int] | None:
+    """The first step that ranks have reported since their role has failed, and the furthest one before, by the `pages`
+    of those that have; None if one of them is not known."""
+    reached = max([furthest, *(page.before for page in pages)])
+    if not pages or reached < 0:
+        return None
+    return min(page.first for page in pages), reached
 
 
 def progress_of(who: WorkerId, found: Snapshot, *, pid: int | None = None, at: str = "") -> RankProgress:

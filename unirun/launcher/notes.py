@@ -8,7 +8,9 @@ import re
 import signal
 from pathlib import Path
 
+from unirun import atomic
 from unirun.failover.diagnosis import OOM_KILLED
+from unirun.launcher.environment import ERROR_FILE
 from unirun.launcher.events import TAIL_BYTES, AgentState, error_tail
 from unirun.values import Value
 from unirun.wire.reports import Message, Reaped
@@ -142,3 +144,12 @@ def tail(state: AgentState, message: Message) -> str:
             return error_tail(file.read().decode(errors="replace"))
     except OSError:
         return ""
+
+
+def remove_draft(state: AgentState, message: Message) -> None:
+    """Remove what a worker has left that was killed while it wrote its error file."""
+    if isinstance(message, Reaped) and message.id in state.workers:
+        request = state.workers[message.id].request
+        # Where it cannot be removed, it is in nobody's way.
+        with contextlib.suppress(OSError):
+            atomic.remove_draft(Path(request.logs, request.folder, ERROR_FILE))

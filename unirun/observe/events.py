@@ -196,7 +196,7 @@ class Durations(Value):
 
     `detect`: from the failure until the master has noticed it. `decide`: until the decision was written and told.
     `respawn`: until the rank has a process again. `rejoin`: until every rank of the role runs in one generation.
-    `away`: from the failure until then.
+    `away`: from the failure until then. `useful`: from then until it has come further than before the failure.
     """
 
     detect: float | None = None
@@ -204,17 +204,20 @@ class Durations(Value):
     respawn: float | None = None
     rejoin: float | None = None
     away: float | None = None
+    useful: float | None = None
 
 
 class LoggedFailure(Value):
     """A failure in the log: its `number`, from 1, the `id` of its event and the `cause` of that, its `record`, and how
-    long the recovery has taken."""
+    long the recovery has taken. `steps_lost` is the number of steps that the role has had to do again; None if its
+    ranks report none."""
 
     number: int
     id: str
     cause: str
     record: FailureStatus
     durations: Durations = Durations()
+    steps_lost: int | None = None
 
 
 def failures(events: Sequence[LoggedEvent]) -> Iterator[LoggedFailure]:
@@ -228,12 +231,13 @@ def failures(events: Sequence[LoggedEvent]) -> Iterator[LoggedFailure]:
         except ValidationError:
             continue
         number += 1
-        yield LoggedFailure(number, event.id, event.cause, record, _durations(record, events, at))
+        took, lost = _recovery(record, events, at)
+        yield LoggedFailure(number, event.id, event.cause, record, took, lost)
 
 
-def _durations(record: FailureStatus, events: Sequence[LoggedEvent], at: int) -> Durations:
-    """The durations of the recovery from the failure whose event is `events[at]`."""
-    decided = spawned = running = None
+def _recovery(record: FailureStatus, events: Sequence[LoggedEvent], at: int) -> tuple[Durations, int | None]:
+    """The durations of the recovery from the failure whose event is `events[at]`, and the steps that it has lost."""
+    decided = spawned = running = useful = lost = None
     for index in range(at, len(events)):
         event = events[index]
         if event.kind == "decision" and decided is None and event.cause == events[at].cause:
@@ -244,17 +248,29 @@ def _durations(record: FailureStatus, events: Sequence[LoggedEvent], at: int) ->
             and any(covers(who, record.who) for who in event.about)
         ):
             spawned = event.time
-        if event.kind == "running" and record.role in event.about:
+        if event.kind == "running" and running is None and record.role in event.about:
             running = event.time
-        if running is not None or event.kind == "stopping":
+        if event.kind == "resumed" and lost is None and record.role in event.about:
+            with contextlib.suppress(KeyError, TypeError):
+                lost = max(event.details["furthest"] - event.details["first"], 0)
+        if event.kind == "caught_up" and record.role in event.about:
+            useful = event.time
+        fails_again = event.kind == "failure" and running is not None and _role_of(event) == record.role
+        if useful is not None or fails_again or event.kind == "stopping":
             break
-    return Durations(
+    took = Durations(
         detect=_between(record.time, record.noticed),
         decide=_between(record.noticed, decided),
         respawn=_between(decided, spawned),
         rejoin=_between(spawned, running),
         away=_between(record.time, running),
+        useful=_between(running, useful),
     )
+    return took, lost
+
+
+def _role_of(event: LoggedEvent) -> str:
+    return event.about[0].partition(":")[0] if event.about else ""
 
 
 def _between(start: float | None, end: float | None) -> float | None:

@@ -69,8 +69,9 @@ class FailureStatus(Value):
 
     `kind` is the class of its likely `cause`, and `rule` that by which it was noticed, at the time `noticed`. `slots`
     are its devices, `affected` other ranks that it concerns, in words. `fault` is the id of the event that has injected
-    it. An `inferred` one has not failed itself. `tail` are the last lines of its output. In a status, `message` is the
-    first line, and there is neither `traceback` nor `tail`.
+    it. An `inferred` one has not failed itself. `tail` are the last lines of its output. `step` is the one to which it
+    had come, -1 if it has reported none. In a status, `message` is the first line, and there is neither `traceback` nor
+    `tail`.
     """
 
     role: str
@@ -94,6 +95,7 @@ class FailureStatus(Value):
     traceback: str = ""
     tail: str = ""
     log: str = ""
+    step: int = -1
 
     @property
     def who(self) -> str:

@@ -6,7 +6,7 @@ agent→master  Join Heartbeat SpawnerReady StoreOpened StoreEnded Notice Sample
               WorkerStarted WorkerRunning WorkerExited FromWorker (Serving Listening GroupFormed Resilient Boundary
               Metrics Calls MasterRequest CommitJob Health)
 master→agent  Appointed Heartbeat OpenStore Reserve StartRole StopWorkers PassOn Inject ExitAck View MasterReply
-              Shutdown AskProgress EndHung
+              Shutdown AskProgress EndHung FollowSteps
 worker→agent  Hello Serving Listening GroupMeets GroupFormed Resilient Boundary Stuck Metrics Calls MasterRequest
               CommitJob WorkerError ViewWanted EngineWeights ProgressPage
 agent→worker  Welcome View MasterReply LocalEngines
@@ -255,6 +255,16 @@ class EndHung(Message):
 
     worker: WorkerId
     why: str
+
+
+class FollowSteps(Message):
+    """Asks for the steps of `role`, which runs again in `generation` after a failure `age` seconds ago: the first one
+    since then, and when a rank has come past the `furthest` that was reached before (-1 if the master knows none)."""
+
+    role: str
+    generation: int
+    furthest: int
+    age: float
 
 
 class WorkerView(Value):

@@ -27,16 +27,19 @@ from unirun.wire.reports import ProgressPage
 PAGE_NAME = "unirun-progress"
 PAGE_BYTES = 4096
 
-BEGAN, LAST, STEP, COUNT, CALLS, COLLECTIVES, IDLE, ALLOWED, BEAT, EVIDENCE, TEXT = range(11)
+BEGAN, LAST, STEP, COUNT, CALLS, COLLECTIVES, IDLE, ALLOWED, BEAT, EVIDENCE, FIRST, FIRST_AT, BEFORE, TEXT = (
+    range(14)
+)
 """The integers of a page, 8 bytes each.
 
 The time at which the worker began, or began anew, and that of its latest progress. Its latest step, -1 for none; the
 numbers of reports, of calls that it has answered, and of collectives that it has begun. Whether it has nothing to do;
 until when it may take its time. The latest look of the sampler (`unirun.launcher.sampler`); whether the agent wants
-evidence; the length of the text that follows.
+evidence. The step of its first report since it began or went back to an earlier step, the time of that, and the step
+to which it had come before; -1 for none. The length of the text that follows.
 """
 
-_FIELDS = struct.Struct("=11q")
+_FIELDS = struct.Struct("=14q")
 TEXT_LIMIT = PAGE_BYTES - _FIELDS.size
 
 FOR_EVER = 1 << 62
@@ -56,6 +59,9 @@ class Snapshot(Value):
     allowed: int
     beat: int
     evidence: int
+    first: int
+    first_at: int
+    before: int
     text: str = ""
 
 
@@ -71,15 +77,24 @@ class Page:
 
     def begin(self) -> None:
         """The worker begins, or begins another piece of work: its first step may take longer again."""
-        self.fields[COUNT] = 0
-        self.fields[BEGAN] = self.fields[LAST] = time.monotonic_ns()
+        fields = self.fields
+        fields[COUNT] = 0
+        fields[BEFORE], fields[STEP], fields[FIRST] = fields[STEP], -1, -1
+        fields[BEGAN] = fields[LAST] = time.monotonic_ns()
 
     def step(self, number: int | None) -> None:
         """The worker has come to a step; None: to the next one."""
         fields = self.fields
-        fields[STEP] = fields[STEP] + 1 if number is None else number
+        before, now = fields[STEP], time.monotonic_ns()
+        if number is None:
+            number = before + 1
+        if number < before:
+            fields[BEFORE] = before
+        if number < before or fields[FIRST] < 0:
+            fields[FIRST], fields[FIRST_AT] = number, now
+        fields[STEP] = number
         fields[COUNT] += 1
-        fields[LAST] = time.monotonic_ns()
+        fields[LAST] = now
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -135,11 +150,9 @@ def read_page(number: int) -> Snapshot:
     data = os.pread(number, PAGE_BYTES, 0)
     if len(data) < PAGE_BYTES:
         raise ValueError(f"{len(data)} bytes are no page of progress")
-    began, last, step, count, calls, collectives, idle, allowed, beat, evidence, length = _FIELDS.unpack_from(
-        data
-    )
+    *numbers, length = _FIELDS.unpack_from(data)
     text = data[_FIELDS.size : _FIELDS.size + max(length, 0)].decode(errors="replace")
-    return Snapshot(began, last, step, count, calls, collectives, idle, allowed, beat, evidence, text)
+    return Snapshot(*(*numbers, text))
 
 
 def open_page(pid: int, number: int) -> int:

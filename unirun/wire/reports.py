@@ -355,6 +355,7 @@ class WorkerExited(Message):
     `tail` has the last lines of its output when it failed without an exception.
     `met` is the last generation whose rendezvous store it was about to write to (`GroupMeets`), 0 for none.
     `taken`: a process that is none of its own listens on one of its ports, so that the rank needs others.
+    `step` is the one to which it had come, by its own reports; -1 if there are none.
     """
 
     worker: WorkerId
@@ -368,6 +369,7 @@ class WorkerExited(Message):
     tail: str = ""
     met: int = 0
     taken: bool = False
+    step: int = -1
 
 
 class HeldWorker(Value):
@@ -492,6 +494,18 @@ class Late(Message):
 
     node: str
     role: str
+
+
+class StepsAgain(Message):
+    """The answer of `node` to `FollowSteps`: a rank of `role` has reported the step `first` in `generation`, after the
+    `furthest` one before the failure. `past`: a rank has come further than that."""
+
+    node: str
+    role: str
+    generation: int
+    first: int
+    furthest: int
+    past: bool
 
 
 class Progress(Message):

@@ -159,7 +159,9 @@ class TestARankThatHasNotFailed:
             fail(rank=0, message="RuntimeError: [Rank 0]: Rank 2 failed to pass monitoredBarrier in 2 ms")
         ]
         diagnosis = diagnose(found, [stood_by(rank) for rank in (1, 2, 3)])
-        assert str(diagnosis) == "actor:2 on n0: did not come to a barrier where actor:0 waited for it"
+        assert (
+            str(diagnosis) == "actor:2 on n0: did not come to the collective in which actor:0 waited for it"
+        )
 
     def test_one_of_another_role_that_ended_just_before_is_the_cause(self) -> None:
         found = [fail(rank=0, time=100.0, message=PEER), fail(rank=1, time=100.0, message=PEER)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.failover.job import TERM, Job
+from tests.unit.failover.job import KILL, TERM, Job
 from unirun.failover.draft import ToWatchers
 from unirun.failover.restart_or_end import EVIDENCE_DELAY
 from unirun.wire.messages import StopWorkers
@@ -41,6 +41,21 @@ class TestARankThatHasNotFailed:
         assert notices(job) == [
             "the cause of its restart: actor:1 on n0: ended with exit code 0 while actor:0,2 waited for it"
         ]
+
+    def test_a_kill_on_another_node_that_is_heard_of_later_is_told_as_the_cause(self) -> None:
+        job = loses_a_peer(Job({"actor": 3}, restarts={"actor": 1}).running(), 0)
+        job.exits("actor", 2, by=KILL).exits("actor", 1, by=TERM, asked=TERM)
+        assert notices(job)[-1] == (
+            "the cause of its restart: actor:2 on n0: killed by SIGKILL "
+            "(the first of 2 failures that is not about a lost peer)"
+        )
+        assert "cause: actor:2 on n0: killed by SIGKILL" in job.records
+        # It is there once.
+        assert [each.worker.rank for each in job.state.failures] == [0, 2]
+
+    def test_the_first_of_two_with_errors_of_their_own_needs_no_second_word(self) -> None:
+        job = Job({"actor": 2}, restarts={"actor": 1}).running().exits("actor", 0, 1).exits("actor", 1, 1)
+        assert not any("the cause" in text for text in notices(job))
 
     def test_one_that_hangs_is_told_when_it_has_obeyed(self) -> None:
         job = loses_a_peer(Job({"actor": 3}, restarts={"actor": 1}).running(), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import time
@@ -17,13 +18,13 @@ from tests.unit.launcher.agent import TORCH, Agent, worker
 from tests.waiting import eventually
 from unirun.launcher import sampler
 from unirun.launcher.events import AgentState, FromSpawner, Hung, Phase, ToMaster, ToSpawner
-from unirun.launcher.hangs import ProgressWatch, innermost, progress_of
+from unirun.launcher.hangs import ProgressWatch, innermost, progress_of, steps_again
 from unirun.launcher.sampler import Sampler, as_text, members, waits_in
 from unirun.observe.jobdir import JobDir
 from unirun.values import WorkerId
-from unirun.wire.messages import EndHung, StopWorkers
-from unirun.wire.progress import EVIDENCE, LAST, PAGE_BYTES, PAGE_NAME, TEXT_LIMIT, Page, read_page
-from unirun.wire.reports import Kill, Late, Message, Notice, Reaped, Wait, WorkerExited
+from unirun.wire.messages import EndHung, FollowSteps, StopWorkers
+from unirun.wire.progress import EVIDENCE, LAST, PAGE_BYTES, PAGE_NAME, TEXT_LIMIT, Page, Snapshot, read_page
+from unirun.wire.reports import Kill, Late, Message, Notice, Reaped, StepsAgain, Wait, WorkerExited
 
 WHO = WorkerId("actor", 1, 0)
 
@@ -153,6 +154,18 @@ def test_a_rank_is_where_its_main_thread_is_in_the_users_code() -> None:
     assert innermost("") == ""
 
 
+def test_a_role_goes_on_at_the_first_step_of_any_rank_and_had_come_to_the_furthest() -> None:
+    def reported(first: int, before: int) -> Snapshot:
+        return replace(read, first=first, before=before)
+
+    read = Snapshot(*range(13))
+    assert steps_again([reported(50, -1), reported(48, 56)], 57) == (48, 57)
+    # The survivors know how far they were, though the rank that is lost has told nobody.
+    assert steps_again([reported(50, -1), reported(50, 56)], -1) == (50, 56)
+    assert steps_again([reported(50, -1)], -1) is None
+    assert steps_again([], 57) is None
+
+
 class TestTheAgent:
     """An agent with a worker, which is this process."""
 
@@ -201,6 +214,26 @@ class TestTheAgent:
             watch.look(now + 7.0)
             watch.look(now + 7.1)
             assert told == []
+            watch.close()
+            page.fields.release()
+
+    def test_it_tells_the_master_where_a_role_goes_on_and_when_it_has_caught_up(self, number: int) -> None:
+        with mmap.mmap(number, PAGE_BYTES) as memory:
+            page = Page(memory)
+            watch, told, _ = self.watch(number)
+
+            async def follows() -> None:
+                order = FollowSteps("actor", 1, 57, 60.0)
+                for step in (50, 57, 58):
+                    task = asyncio.ensure_future(watch.follow(order))
+                    page.step(step)
+                    await asyncio.sleep(0.1)
+                    task.cancel()
+
+            asyncio.run(follows())
+            first = StepsAgain("n0", "actor", 1, 50, 57, past=False)
+            assert told == [first, first, replace(first, past=True)]
+            assert watch.step_of(1) == 58
             watch.close()
             page.fields.release()
 

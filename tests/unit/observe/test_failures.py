@@ -64,6 +64,25 @@ def test_a_job_that_ends_does_not_recover() -> None:
     assert found.durations == Durations(detect=0.25, decide=0.25)
 
 
+STEPS = {"first": 50, "furthest": 57}
+
+
+def test_a_role_that_goes_on_at_an_earlier_step_has_lost_steps_until_it_has_caught_up() -> None:
+    resumed = event(11, 12.75, "resumed", "actor", **STEPS)
+    (behind,) = failures([*RECOVERY, event(12, 12.6, "resumed", "critic", first=0, furthest=9), resumed])
+    assert (behind.steps_lost, behind.durations.useful) == (7, None)
+    (level,) = failures([*RECOVERY, resumed, event(13, 14.0, "caught_up", "actor", **STEPS)])
+    assert (level.steps_lost, level.durations.useful, level.durations.away) == (7, 1.5, 2.5)
+
+
+def test_steps_after_the_next_failure_of_the_role_are_of_that_one() -> None:
+    resumed = event(11, 12.75, "resumed", "actor", **STEPS)
+    again = [failed(14, 13.0, 2), event(15, 13.5, "running", "actor"), event(16, 15.0, "caught_up", "actor")]
+    first, second = failures([*RECOVERY, resumed, *again])
+    assert (first.steps_lost, first.durations.useful) == (7, None)
+    assert (second.steps_lost, second.durations.useful) == (None, 1.5)
+
+
 def test_two_failures_that_are_handled_together_end_together() -> None:
     second = FailureStatus("actor", 0, 0, "n0", 10.6, "killed by SIGTERM", noticed=10.7)
     both = [

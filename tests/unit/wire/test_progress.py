@@ -56,6 +56,21 @@ def test_a_worker_is_idle_between_its_calls(page: Page, number: int) -> None:
     assert (found.idle, found.calls) == (1, 1)
 
 
+def test_the_first_step_after_a_step_back_is_kept_with_the_one_before(page: Page, number: int) -> None:
+    for step in (3, 4, 4, 5):
+        page.step(step)
+    found = read_page(number)
+    assert (found.first, found.before, found.step) == (3, -1, 5)
+    page.step(2)
+    page.step(None)
+    again = read_page(number)
+    assert (again.first, again.before, again.step) == (2, 5, 3)
+    assert found.first_at < again.first_at <= again.last
+    page.begin()
+    page.step(None)
+    assert (read_page(number).first, read_page(number).before) == (0, 3)
+
+
 def test_an_allowance_ends_with_its_block_and_counts_as_progress(page: Page, number: int) -> None:
     before = read_page(number)
     with page.allowance(100):

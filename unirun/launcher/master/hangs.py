@@ -1,4 +1,5 @@
-"""The master's side of hangs: the questions to the agents of a role with a late rank.
+"""The master's side of hangs: the questions to the agents of a role with a late rank. And the steps of a role that runs
+again.
 
 None of it is an event of the master's state machine, and nothing is stored: another master is told again.
 """
@@ -7,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 from unirun.failover.hangs import NOTICE_SECONDS, HangTimeouts, is_late, judge
+from unirun.observe.events import EventLog
 from unirun.spec.job import RoleSpec
 from unirun.values import Value
 from unirun.wire.aio import Stream
 from unirun.wire.messages import AskProgress, EndHung
-from unirun.wire.reports import Late, Progress, RankProgress
+from unirun.wire.reports import Late, Progress, RankProgress, StepsAgain
 
 ANSWER_TIMEOUT = 1.0
 """Seconds in which agents answer; one that does not is silent, and its ranks are not judged."""
@@ -104,3 +107,26 @@ class HangWatch:
             # After one minute, two, four, and so on.
             self._said[role] = max(late)
             self._say(role, judge(ranks, notice).text)
+
+
+class StepsWatch:
+    """Writes to the event log at which step a role goes on after a failure, and when it has come as far as before. The
+    first agent that tells it counts."""
+
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
+        self._told: dict[str, tuple[int, bool]] = {}
+
+    def again(self, report: StepsAgain) -> None:
+        """An agent has seen steps of a role that runs again."""
+        told, past = self._told.get(report.role, (0, False))
+        if report.generation < told or (report.generation == told and (past or not report.past)):
+            return
+        self._told[report.role] = report.generation, report.past
+        role, first, furthest = report.role, report.first, report.furthest
+        write = partial(self._log.write, about=(role,), first=first, furthest=furthest)
+        if report.generation > told:
+            behind = f"it had come to step {furthest} before the failure"
+            write("resumed", f"role {role} goes on at step {first}; {behind}")
+        if report.past:
+            write("caught_up", f"role {role} has come further than step {furthest}")

@@ -44,7 +44,7 @@ from unirun.failover.state import JOB_ENDS, JobState, Verdict
 from unirun.failover.status_views import farewell, present, status_of
 from unirun.launcher.environment import carried, for_workers
 from unirun.launcher.master.beats import OWNER_TIMEOUT, HeartbeatMonitor, unheard
-from unirun.launcher.master.hangs import HangWatch
+from unirun.launcher.master.hangs import HangWatch, StepsWatch
 from unirun.launcher.master.writer import StateWriter
 from unirun.observe.events import EventLog, LineLog, led_to
 from unirun.observe.jobdir import JobDir, ProcessWatch
@@ -84,6 +84,7 @@ from unirun.wire.reports import (
     Notice,
     Progress,
     Sample,
+    StepsAgain,
     ViewWanted,
 )
 
@@ -346,6 +347,7 @@ class Master:
         self.hangs = HangWatch(
             self._agents, self._nodes_of, lambda role: self._state.role_spec(role), self._late
         )
+        self.steps = StepsWatch(self._log)
         self._admission = NodeAdmission(job, term.address, lambda: self._state, self._apply)
         self._watchers: set[Stream] = set()
         self._visitors = Visitors(lambda: self._writer.certain, self._apply)
@@ -625,6 +627,8 @@ class Master:
                     self.hangs.late(message)
                 elif isinstance(message, Progress):
                     self.hangs.answered(message)
+                elif isinstance(message, StepsAgain):
+                    self.steps.again(message)
                 elif isinstance(message, Knock):
                     self._beats.token_proved(message.node, message.origin)
                 elif isinstance(message, FromWorker) and isinstance(message.message, MasterRequest):

@@ -11,7 +11,7 @@ from tests.unit.failover.job import Job
 from tests.unit.launcher.master.harness import MasterHarness, end_well, receive_until
 from unirun.values import WorkerId
 from unirun.wire.messages import AskProgress, Attach, EndHung
-from unirun.wire.reports import Late, Notice, Progress, RankProgress, Wait
+from unirun.wire.reports import Late, Notice, Progress, RankProgress, StepsAgain, Wait
 
 REDUCE = Wait("default_pg", 7, "all_reduce")
 
@@ -95,3 +95,23 @@ def test_without_a_time_out_the_console_says_it_once_and_again_after_twice_as_lo
         f"actor:0-1: no progress for {quiet} s; actor:0 in all_reduce 7 of default_pg" for quiet in (61, 123)
     ]
     assert harness.events("late") == said
+
+
+def test_the_steps_of_a_role_that_runs_again_are_events_once(harness: MasterHarness) -> None:
+    def again(node: str, generation: int, *, past: bool) -> StepsAgain:
+        return StepsAgain(node, "actor", generation, 50 + generation, 57, past)
+
+    async def others() -> None:
+        agent = await harness.agent()
+        for past in (False, True):
+            for node in ("n0", "n1"):
+                agent.send(again(node, 1, past=past))
+        agent.send(again("n0", 2, past=True))
+        agent.send(again("n1", 1, past=True))
+        await end_well(agent)
+
+    assert harness.run(others) == []
+    assert harness.events("resumed") == [
+        f"role actor goes on at step {step}; it had come to step 57 before the failure" for step in (51, 52)
+    ]
+    assert harness.events("caught_up") == ["role actor has come further than step 57"] * 2
