@@ -77,6 +77,8 @@ TWICE = {
 """Names of classes that two modules define."""
 
 SMALL = {
+    "failover.stragglers": "decides for the master's shell, without an event of the state machine",
+    "launcher.master.stragglers": "hardly any of it is an event of the state machine that the master's shell drives",
     "weights.dtensors": "imports DTensor, which takes long",
     "weights.integrations.vllm": "users import it",
 }

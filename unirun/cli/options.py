@@ -150,6 +150,14 @@ OURS: tuple[Option, ...] = (
         many=True,
     ),
     Option(
+        "--stragglers",
+        LIFE,
+        "with --hang-timeout: tell which rank the others wait for again and again, or replace it by one on another "
+        "node (default tell)",
+        "[ROLE=]tell|replace",
+        many=True,
+    ),
+    Option(
         "--transport",
         START,
         "what carries calls between roles: unirun's own sockets or torch.distributed.rpc (default socket)",

@@ -89,6 +89,8 @@ def _print(status: JobStatus, master: str, batch: str, logs: str) -> None:
         say(f"nodes: {'; '.join(told)}")
     for text in status.waiting:
         say(f"waiting: {text}")
+    for text in status.stragglers:
+        say(f"slow: {text}")
     say(f"logs: {logs}")
     say()
     workers = [(role, worker) for role in status.roles for worker in role.workers]

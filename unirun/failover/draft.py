@@ -209,6 +209,13 @@ class Arrived(Value):
     offer: Offer
 
 
+class Straggles(Value):
+    """A rank makes the others wait, and its role wants such ranks elsewhere. `why` is for people."""
+
+    worker: WorkerId
+    why: str
+
+
 class OwnerLost(Value):
     """The CLI that the job belongs to has died."""
 
@@ -234,6 +241,7 @@ Event = (
     | Due
     | OwnerLost
     | Placed
+    | Straggles
 )
 
 

@@ -37,7 +37,7 @@ from unirun.failover.state import (
     waiting,
 )
 from unirun.spec.job import RoleSpec
-from unirun.values import Value
+from unirun.values import Value, WorkerId
 from unirun.wire.reports import Notice
 
 # The new places of ranks when nodes are lost, leave or come: ranks that need not move stay where they are.
@@ -476,6 +476,29 @@ def _taken(state: JobState, names: Collection[str]) -> list[Assignment]:
             else:
                 holders.update(dict.fromkeys(slots, name))
     return found
+
+
+def move_rank(draft: JobDraft, who: WorkerId, why: str) -> None:
+    """Start a rank on another node, and its peers with it as its role's level says. Nothing has failed, so it costs no
+    restart. Without room elsewhere, and while the job recovers, nothing changes."""
+    before, role = draft.state, draft.role(who.role)
+    settled = before.phase is JobPhase.RUNNING and role.phase is RolePhase.RUNNING
+    if not settled or before.away or before.losses:
+        return
+    placement = place_elsewhere(before, who.role, who.rank)
+    if placement is None:
+        draft.record("decision", f"{why}; no other node has room for it", str(who))
+        return
+    cause = Cause((role.workers[who.rank].node,), why, draft.now, asked=True)
+    decision = _decide(before, who.role, [who.rank], cause, elsewhere=True)
+    if decision.action == "end_job":
+        draft.record("decision", f"it stays where it is: {decision.reason}", str(who))
+        return
+    missing = (f"{who.role}:{who.rank}",)
+    relocate(
+        draft, before, cause, relocation_to(before, before, placement, cause, missing, {who.role: decision})
+    )
+    draft.tell_now()
 
 
 def begin(draft: JobDraft, placement: Placement, cause: Cause) -> None:

@@ -47,11 +47,17 @@ def farewell(state: JobState) -> Ended | None:
 
 
 def status_of(
-    state: JobState, memory: Mapping[str, int], cpu: Mapping[str, float], *, epoch: int = 0, trouble: str = ""
+    state: JobState,
+    memory: Mapping[str, int],
+    cpu: Mapping[str, float],
+    *,
+    epoch: int = 0,
+    trouble: str = "",
+    stragglers: tuple[str, ...] = (),
 ) -> JobStatus:
     """The state as the document that ``unirun status`` reads; `memory` and `cpu` by ``role:rank``.
 
-    `epoch` is the master's term, `trouble` what keeps it from writing its decisions.
+    `epoch` is the master's term, `trouble` what keeps it from writing its decisions, `stragglers` are told in words.
     """
     roles = tuple(
         shaped(
@@ -100,6 +106,7 @@ def status_of(
             shaped(CallStatus, seen.edge, seen, method=seen.edge.invocation) for seen in learned(state)
         ),
         waiting=(*waiting_to_start(state), *waiting(state)),
+        stragglers=stragglers,
     )
 
 

@@ -19,11 +19,13 @@ from unirun.failover.draft import (
     JobDraft,
     KeepMetrics,
     OwnerLost,
+    Straggles,
     ToWatchers,
     is_member,
     output_of,
 )
 from unirun.failover.generations import form_if_all_are_there, obstructed, opened
+from unirun.failover.moving import move_rank
 from unirun.failover.nodes import (
     agent_lost,
     arrived,
@@ -137,6 +139,9 @@ def _handle(draft: JobDraft, event: Event) -> None:
             health_changed(draft, who, said)
         case Placed():
             placed(draft, event)
+        case Straggles(who, why):
+            if draft.find(who) is not None:
+                move_rank(draft, who, why)
         case Due.START:
             # What is due is started after every event.
             pass

@@ -69,6 +69,7 @@ from unirun.wire.messages import (
 )
 from unirun.wire.reports import (
     VERSION,
+    Arrivals,
     Boundary,
     Calls,
     Cause,
@@ -258,7 +259,7 @@ def from_worker(state: AgentState, event: LinkMessage) -> tuple[AgentState, list
             return _end_stuck(state, worker, event.message)
         case Notice():
             return state, [ToMaster(replace(event.message, source=str(worker.who)))]
-        case Metrics() | Boundary():
+        case Metrics() | Boundary() | Arrivals():
             return state, [ToMaster(FromWorker(worker.who, event.message))]
         case Calls(counts):
             state = state.with_worker(replace(worker, calls=counts))

@@ -19,16 +19,26 @@ from pathlib import Path
 from typing import Any
 
 from unirun import atomic
-from unirun.wire.blocking import out_of_the_way
+from unirun.errors import UnirunError
+from unirun.wire.blocking import open_link, out_of_the_way
 from unirun.wire.progress import ALLOWED, BEAT, COLLECTIVES, EVIDENCE, FOR_EVER, LAST, TEXT_LIMIT, Page, page
 from unirun.wire.reporting import report, report_error
-from unirun.wire.reports import UNKNOWN_RANKS, Wait
+from unirun.wire.reports import UNKNOWN_RANKS, Arrivals, Wait
 
 HANG_TIMEOUT = "UNIRUN_HANG_TIMEOUT"
 """The variable of a worker whose role has a time-out for hangs."""
 
 STACKS_SIGNAL = signal.SIGRTMAX - 2
 """The signal for which a worker writes its stacks; SIGUSR1 and SIGUSR2 are the user's."""
+
+WINDOW_SECONDS = 30.0
+"""Seconds of a window in which ranks are compared; at most the time-out for hangs."""
+
+STRIDES = (1, 7, 31, 127)
+"""Each rank tells the times of the same part of its collectives. No step has such a number of them."""
+
+MOST_TIMES = 64
+"""Times of a window that are told, at most."""
 
 LONGEST = 16
 """Number of waits in a page, and of characters of their names, at most."""
@@ -64,6 +74,8 @@ class Sampler:
         self._counts: tuple[tuple[str, int], ...] = ()
         self._changed = time.monotonic()
         self._looked = False
+        self._window = min(WINDOW_SECONDS, timeout)
+        self._told = self._number()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="unirun-progress", daemon=True)
 
@@ -100,10 +112,25 @@ class Sampler:
         elif not self._looked and now - self._changed > self._stall:
             self._looked = True
             self._page.write(as_text(waits_in(recorded(), members())))
+        if (number := self._number()) != self._told:
+            self._tell_arrivals(self._told)
+            self._told = number
         if fields[EVIDENCE]:
             with contextlib.suppress(OSError):
                 atomic.replace(self._folder / FLIGHT_RECORDER, json.dumps(recorded()))
             fields[EVIDENCE] = 0
+
+    def _number(self) -> int:
+        """The number of the present window. Ranks begin a window together."""
+        return int(time.time() / self._window)
+
+    def _tell_arrivals(self, window: int) -> None:
+        """Tell the master when this rank has begun the collectives of a window."""
+        began = window * self._window
+        for group, ranks, times in arrivals_in(recorded(), members(), began, began + self._window):
+            # Without an agent nobody is told of stragglers.
+            with contextlib.suppress(UnirunError, OSError, KeyError):
+                open_link(os.environ).send(Arrivals(group, ranks, window, times))
 
 
 def _total(counts: Iterable[tuple[str, int]]) -> int:
@@ -162,6 +189,21 @@ def waits_in(record: Mapping[str, Any], ranks: Mapping[str, str]) -> list[Wait]:
         wait = Wait(group, entry["collective_seq_id"], operation, ranks.get(name, UNKNOWN_RANKS))
         found.setdefault(name, wait)
     return list(found.values())
+
+
+def arrivals_in(
+    record: Mapping[str, Any], ranks: Mapping[str, str], began: float, end: float
+) -> Iterator[tuple[str, str, tuple[tuple[int, float], ...]]]:
+    """The group of which most collectives were begun in a window, with its ranks and the times of some of them."""
+    found: dict[str, dict[int, float]] = {}
+    for entry in record.get("entries", ()):
+        at = entry["time_created_ns"] / 1e9
+        if not entry["is_p2p"] and began <= at < end:
+            found.setdefault(entry["process_group"][0], {})[entry["collective_seq_id"]] = at
+    for name, times in sorted(found.items(), key=lambda each: len(each[1]), reverse=True)[:1]:
+        stride = next((each for each in STRIDES if len(times) <= each * MOST_TIMES), STRIDES[-1])
+        chosen = [(number, at) for number, at in sorted(times.items()) if number % stride == 0]
+        yield name, ranks.get(name, UNKNOWN_RANKS), tuple(chosen[:MOST_TIMES])
 
 
 def as_text(waits: Iterable[Wait]) -> str:

@@ -297,6 +297,7 @@ Restart = Literal["role", "process"]
 Transport = Literal["torch", "socket"]
 StartMethod = Literal["fork", "exec"]
 Contract = Literal["torchrun", "none"]
+Stragglers = Literal["tell", "replace"]
 EngineKind = Literal["vllm", "openai"]
 
 GROUPS = ("collocations", "host_collocations", "separations", "isolations")
@@ -352,7 +353,8 @@ class RoleSpec(Value):
     before the second of them there are `restart_delay` seconds, before each further one twice as many.
 
     A rank that makes no progress for `hang_timeout` seconds (0: for ever) is looked at, and ended if it hangs; before
-    its first step it has at least `first_step_timeout` seconds.
+    its first step it has at least `first_step_timeout` seconds. `stragglers`: a rank for which the others wait is told,
+    or moves to another node.
 
     `engine` is the kind of a ready-made service. A role `beside` another one has a rank on each node that has ranks of
     that one.
@@ -394,6 +396,7 @@ class RoleSpec(Value):
     rank_restarts: int | None = None
     hang_timeout: float = 0.0
     first_step_timeout: float = FIRST_STEP_TIMEOUT
+    stragglers: Stragglers = "tell"
     env_file: str | None = None
     engine: EngineKind | None = None
     beside: str | None = None

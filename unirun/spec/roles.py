@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from unirun.errors import Fault
 from unirun.spec.engines import ready_made
 from unirun.spec.entries import missing_entry
-from unirun.spec.job import FIRST_STEP_TIMEOUT, Contract, Entry, EntryKind, RoleSpec, StartMethod
+from unirun.spec.job import FIRST_STEP_TIMEOUT, Contract, Entry, EntryKind, RoleSpec, StartMethod, Stragglers
 from unirun.spec.programs import (
     JOB_WIDE_PROGRAM_KEYS,
     PROGRAM_KEYS,
@@ -39,7 +39,7 @@ TRAINER = "trainer"
 
 ENTRY_KINDS: tuple[EntryKind, ...] = ("script", "module", "program", "function", "workload")
 RESTART_KEYS = ("max_restarts", "rank_restarts", "restart_window", "restart_delay", "fatal_exit_codes")
-HANG_KEYS = ("hang_timeout", "first_step_timeout")
+HANG_KEYS = ("hang_timeout", "first_step_timeout", "stragglers")
 JOB_WIDE_KEYS = (
     *ENTRY_KINDS,
     *("args", "env", "cwd", *RESTART_KEYS, *HANG_KEYS, "start_method"),
@@ -198,6 +198,7 @@ def _finish(
         memory=_memory(role),
         hang_timeout=_hang_timeout(role, contract),
         first_step_timeout=role.seconds("first_step_timeout", FIRST_STEP_TIMEOUT),
+        stragglers=_stragglers(role, contract),
         **program,
     )
 
@@ -226,6 +227,16 @@ def _hang_timeout(role: Section, contract: Contract) -> float:
     """Seconds without progress. A program reports none, so that of the job is not its own."""
     timeout = role.seconds("hang_timeout", 0.0)
     return timeout if contract == "torchrun" else 0.0
+
+
+def _stragglers(role: Section, contract: Contract) -> Stragglers:
+    """The fate of ranks for which the others wait."""
+    choices: dict[str, Stragglers] = {"tell": "tell", "replace": "replace"}
+    chosen = choices[role.choice("stragglers", tuple(choices), "tell")]
+    if chosen == "replace" and contract == "torchrun" and not role.given("hang_timeout"):
+        remedy = "set hang_timeout, too (--hang-timeout)"
+        role.fault("stragglers", "collectives are counted where ranks have a time-out for hangs", remedy)
+    return chosen
 
 
 def _needs(role: Section, made: RoleSpec) -> dict[str, Any]:

@@ -317,6 +317,16 @@ class Calls(Message):
     counts: tuple[CallCount, ...]
 
 
+class Arrivals(Message):
+    """The times at which a rank has begun collectives of a group in a `window` (its number since the epoch): pairs of
+    the number of a collective and seconds since the epoch. `ranks` are those of the group, as in `Wait`."""
+
+    group: str
+    ranks: str
+    window: int
+    times: tuple[tuple[int, float], ...]
+
+
 class FromWorker(Message):
     """A worker's message that its agent forwards to the master."""
 
@@ -332,6 +342,7 @@ class FromWorker(Message):
         | MasterRequest
         | CommitJob
         | Health
+        | Arrivals
     )
 
 

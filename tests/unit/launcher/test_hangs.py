@@ -19,7 +19,7 @@ from tests.waiting import eventually
 from unirun.launcher import sampler
 from unirun.launcher.events import AgentState, FromSpawner, Hung, Phase, ToMaster, ToSpawner
 from unirun.launcher.hangs import ProgressWatch, innermost, progress_of, steps_again
-from unirun.launcher.sampler import Sampler, as_text, members, waits_in
+from unirun.launcher.sampler import Sampler, arrivals_in, as_text, members, waits_in
 from unirun.observe.jobdir import JobDir
 from unirun.values import WorkerId
 from unirun.wire.messages import EndHung, FollowSteps, StopWorkers
@@ -68,6 +68,23 @@ class TestWaits:
 
     def test_without_torch_there_is_none(self) -> None:
         assert waits_in({}, members()) == []
+
+
+def test_the_arrivals_of_a_window_are_those_of_the_busiest_group() -> None:
+    def begun(number: int, at: float, **about: Any) -> Any:
+        return entry(number, retired=True, time_created_ns=int(at * 1e9), **about)
+
+    entries = [begun(number, 10.0 + number / 10) for number in range(40)]
+    others = [begun(1, 12.0, group="4"), begun(7, 12.0, is_p2p=True, group="4")]
+    ((group, ranks, times),) = arrivals_in({"entries": [*others, *entries]}, {"0": ""}, 11.0, 13.0)
+    assert (group, ranks) == ("0", "")
+    assert times == tuple((number, 10.0 + number / 10) for number in range(10, 30))
+    # Of many, all ranks tell the same part.
+    many = {"entries": [begun(number, 11.0 + number / 1000) for number in range(1000)]}
+    ((_, unknown, some),) = arrivals_in(many, {}, 11.0, 13.0)
+    assert unknown == "?"
+    assert [number for number, _ in some] == list(range(0, 1000, 31))
+    assert list(arrivals_in(many, {}, 20.0, 30.0)) == []
 
 
 class TestTheSampler:

@@ -45,13 +45,14 @@ from unirun.failover.status_views import farewell, present, status_of
 from unirun.launcher.environment import carried, for_workers
 from unirun.launcher.master.beats import OWNER_TIMEOUT, HeartbeatMonitor, unheard
 from unirun.launcher.master.hangs import HangWatch, StepsWatch
+from unirun.launcher.master.stragglers import StragglerWatch
 from unirun.launcher.master.writer import StateWriter
 from unirun.observe.events import EventLog, LineLog, led_to
 from unirun.observe.jobdir import JobDir, ProcessWatch
 from unirun.observe.status import JobStatus, write_status
 from unirun.rendezvous.election import Term
 from unirun.rendezvous.endpoints import BIND_TIMEOUT
-from unirun.values import Value
+from unirun.values import Value, WorkerId
 from unirun.wire.address import Address, TcpAddress
 from unirun.wire.aio import Stream, StreamServer, frame_of
 from unirun.wire.credentials import load_credentials
@@ -75,6 +76,7 @@ from unirun.wire.messages import (
 )
 from unirun.wire.reporting import gave_up, report, report_error
 from unirun.wire.reports import (
+    Arrivals,
     FromWorker,
     Join,
     Knock,
@@ -348,6 +350,7 @@ class Master:
             self._agents, self._nodes_of, lambda role: self._state.role_spec(role), self._late
         )
         self.steps = StepsWatch(self._log)
+        self._stragglers = StragglerWatch(lambda: self._state, self._straggles, self._apply)
         self._admission = NodeAdmission(job, term.address, lambda: self._state, self._apply)
         self._watchers: set[Stream] = set()
         self._visitors = Visitors(lambda: self._writer.certain, self._apply)
@@ -512,6 +515,11 @@ class Master:
         self._log.write("late", text, about=(role,))
         self._tell_watchers(Notice(role, text))
 
+    def _straggles(self, who: WorkerId, node: str, text: str) -> None:
+        """Report a rank for which the others wait."""
+        self._log.write("straggler", text, about=(f"{who.role}:{who.rank}", node))
+        self._tell_watchers(Notice(f"{who.role}:{who.rank}", text))
+
     def _tell_watchers(self, message: Message) -> None:
         tell_all(self._watchers, message)
 
@@ -534,7 +542,13 @@ class Master:
             return None
         memory, cpu = dict(self._memory), dict(self._cpu)
         return partial(
-            status_of, self._writer.certain, memory, cpu, epoch=self._term.epoch, trouble=self._writer.trouble
+            status_of,
+            self._writer.certain,
+            memory,
+            cpu,
+            epoch=self._term.epoch,
+            trouble=self._writer.trouble,
+            stragglers=self._stragglers.stragglers(),
         )
 
     def _is_host(self, addr: str) -> bool:
@@ -631,6 +645,8 @@ class Master:
                     self.steps.again(message)
                 elif isinstance(message, Knock):
                     self._beats.token_proved(message.node, message.origin)
+                elif isinstance(message, FromWorker) and isinstance(message.message, Arrivals):
+                    self._stragglers.arrived(message.worker, message.message)
                 elif isinstance(message, FromWorker) and isinstance(message.message, MasterRequest):
                     self._writer.ask(message.worker, message.message, stream.send)
                 elif isinstance(message, Event):

@@ -1,0 +1,44 @@
+"""A master tells of a rank that the others wait for, in the log, on the console, and in the status."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.failover.job import Job
+from tests.unit.launcher.master.harness import MasterHarness, end_well, receive_until, worker_exited
+from unirun.launcher.master import stragglers
+from unirun.values import WorkerId
+from unirun.wire.messages import Attach
+from unirun.wire.reports import Arrivals, FromWorker, Notice
+
+
+def arrivals(rank: int, window: int) -> FromWorker:
+    """Those of a rank in ten steps of a second. Rank 1 is half a second late."""
+    times = tuple((number, window * 10.0 + number + 0.5 * (rank == 1)) for number in range(10))
+    return FromWorker(WorkerId("actor", rank, 0), Arrivals("0", "", window, times))
+
+
+def test_a_rank_that_is_late_in_three_windows_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stragglers, "GATHER_SECONDS", 0.01)
+    harness = MasterHarness(tmp_path, Job({"actor": 3}))
+    text = "actor:1 on n0 is a straggler: the other ranks wait for it in collectives 50% of the time (z-score 25)"
+    said: list[str] = []
+
+    async def others() -> None:
+        watcher, agent = await harness.greet(Attach()), await harness.agent()
+        for window in range(4):
+            for rank in range(3):
+                agent.send(arrivals(rank, window))
+        message = (await receive_until(watcher, Notice))[-1]
+        assert isinstance(message, Notice)
+        said.append(message.text)
+        agent.send(worker_exited(2, 0))
+        await end_well(agent)
+
+    assert harness.run(others) == []
+    assert said == [text]
+    assert harness.events("straggler") == [text]
