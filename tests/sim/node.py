@@ -24,6 +24,7 @@ from unirun.values import Engine, RankAddress
 from unirun.wire.messages import (
     AgentTask,
     ExitAck,
+    FollowSteps,
     Heartbeat,
     Reserve,
     Shutdown,
@@ -297,7 +298,8 @@ class NodeModel:
                 self.apply(events.Order(epoch, self.orders.store(message, 5)))
             case StopWorkers() | View() | ExitAck() | Shutdown():
                 self.apply(events.Order(epoch, message))
-            case Heartbeat():
+            case Heartbeat() | FollowSteps():
+                # Its workers report no steps.
                 pass
             case _:
                 raise AssertionError(f"the master sent an agent {message}")

@@ -87,6 +87,8 @@ def _print(status: JobStatus, master: str, batch: str, logs: str) -> None:
     nodes = ((status.spares, "held back"), (status.tainted, "tainted"), (status.lost, "lost"))
     if told := [f"{', '.join(names)} {what}" for names, what in nodes if names]:
         say(f"nodes: {'; '.join(told)}")
+    for text in status.sick:
+        say(f"sick: {text}")
     for text in status.waiting:
         say(f"waiting: {text}")
     for text in status.stragglers:

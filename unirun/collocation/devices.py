@@ -110,7 +110,7 @@ def nvml_devices(nvml: Any = None) -> tuple[Device, ...]:
     A GPU in MIG mode is nothing that CUDA could use as a whole: its parts are listed in its place, with their UUIDs
     as indices. `nvml` has the functions of `pynvml`, the module that is used without it.
     """
-    if nvml is None and not _has_nvml():
+    if nvml is None and not has_nvml():
         return ()
     nvml = nvml or import_module("pynvml")
     try:
@@ -123,7 +123,7 @@ def nvml_devices(nvml: Any = None) -> tuple[Device, ...]:
         nvml.nvmlShutdown()
 
 
-def _has_nvml() -> bool:
+def has_nvml() -> bool:
     """Return True if the library of the driver is there, for which `pynvml` need not be imported."""
     try:
         CDLL("libnvidia-ml.so.1")

@@ -54,6 +54,7 @@ from unirun.wire.reports import (
     Notice,
     OpenStore,
     Placed,
+    Sick,
     SpawnerReady,
     StoreEnded,
     StoreOpened,
@@ -241,6 +242,7 @@ Event = (
     | Due
     | OwnerLost
     | Placed
+    | Sick
     | Straggles
 )
 

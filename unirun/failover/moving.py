@@ -139,15 +139,19 @@ def placed_again(
 def place_elsewhere(state: JobState, name: str, rank: int) -> Placement | None:
     """The placement in which this rank is on another node, and all others are where they are; None if there is none.
 
-    A role that restarts as a whole may leave the node with all of its ranks there, if one alone cannot (``per_node``).
+    A role that restarts as a whole may leave the node with all of its ranks there, if one alone cannot (``per_node``),
+    or if the node is sick.
     """
     places, spec = state.placement.of_role(name), state.role_spec(name)
     if not state.inventory.nodes or spec.beside is not None:
         return None
-    found = _without_others(state, [places[rank]])
-    if found is None and state.roles[name].restart == "role":
-        found = _without_others(state, [place for place in places if place.node == places[rank].node])
-    return found
+    node, role = places[rank].node, state.roles[name]
+    ways = [[places[rank]]]
+    if role.restart == "role":
+        ways.append([place for place in places if place.node == node])
+    if node in state.sick and not role.in_place:
+        ways.reverse()
+    return next(filter(None, (_without_others(state, leaving) for leaving in ways)), None)
 
 
 def _without_others(state: JobState, leaving: Sequence[Assignment]) -> Placement | None:

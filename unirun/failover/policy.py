@@ -201,8 +201,13 @@ def suspects(state: JobState, node: str) -> tuple[str, ...]:
     """The roles whose failures make `node` one that gets no more ranks: several. Empty when it is sound, tainted
     already, or the last one that is not."""
     roles = tuple(dict.fromkeys(each.role for each in state.strikes if each.node == node))
+    return roles if len(roles) > 1 and may_be_tainted(state, node) else ()
+
+
+def may_be_tainted(state: JobState, node: str) -> bool:
+    """Return True if `node` is not tainted, and not the last one that is not."""
     sound = [name for name in state.without(()) if name not in (*state.tainted, node)]
-    return roles if len(roles) > 1 and node not in state.tainted and sound else ()
+    return node not in state.tainted and bool(sound)
 
 
 # The job's graph as far as it is known, and who is affected when a part of the job fails.

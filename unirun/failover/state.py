@@ -575,7 +575,7 @@ class JobState(Value):
     `epoch` is the term of the master, `recorded` the number of events that it has written, `cause` the id of the one
     that the end of the job follows from. `looked` is by role. `restarts` are those of the whole job, and `paid` the
     times of the latest ones. `strikes` are recent failures, and `tainted` the nodes that get no more ranks because of
-    them.
+    them, or because they are `sick`: the first sign of each.
     """
 
     spec: JobSpec
@@ -610,6 +610,7 @@ class JobState(Value):
     strikes: tuple[Strike, ...] = ()
     tainted: tuple[str, ...] = ()
     commits: Commits = Commits()
+    sick: Mapping[str, str] = field(default_factory=dict)
 
     def with_role(self, role: RoleState) -> JobState:
         """This state with one role replaced."""

@@ -106,6 +106,7 @@ def status_of(
             shaped(CallStatus, seen.edge, seen, method=seen.edge.invocation) for seen in learned(state)
         ),
         waiting=(*waiting_to_start(state), *waiting(state)),
+        sick=tuple(f"{node}: {sign}" for node, sign in state.sick.items()),
         stragglers=stragglers,
     )
 

@@ -51,7 +51,7 @@ from unirun.failover.state import (
     WorkerPhase,
 )
 from unirun.failover.takeover import REJOIN_TIMEOUT, all_back, bare, take_up
-from unirun.failover.worker_failure import exited, store_ended
+from unirun.failover.worker_failure import exited, fall_ill, store_ended
 from unirun.values import WorkerId
 from unirun.wire.messages import Drain, Grow, Inject, Injected, PassOn, Stop
 from unirun.wire.reports import (
@@ -68,6 +68,7 @@ from unirun.wire.reports import (
     Placed,
     Resilient,
     Serving,
+    Sick,
     SpawnerReady,
     StoreEnded,
     StoreOpened,
@@ -139,6 +140,8 @@ def _handle(draft: JobDraft, event: Event) -> None:
             health_changed(draft, who, said)
         case Placed():
             placed(draft, event)
+        case Sick(node, kind, sign):
+            fall_ill(draft, node, kind, sign)
         case Straggles(who, why):
             if draft.find(who) is not None:
                 move_rank(draft, who, why)

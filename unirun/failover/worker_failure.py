@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from msgspec.structs import replace
 
 from unirun.collocation import Placement
 from unirun.errors import EXIT_FAILURE, EXIT_RENDEZVOUS, IllegalTransition
 from unirun.failover.budgets import budget_above, budget_for, budget_of_rank, with_payment
-from unirun.failover.diagnosis import is_consequence
+from unirun.failover.diagnosis import is_consequence, likely_cause
 from unirun.failover.draft import JobDraft, ToWatchers
 from unirun.failover.generations import clear_the_way
 from unirun.failover.moving import moves, place_elsewhere, restart_job, tell_move
@@ -21,6 +22,7 @@ from unirun.failover.policy import (
     consequences,
     decide,
     decide_in,
+    may_be_tainted,
     strikes_like,
     suspects,
     unit_of,
@@ -134,6 +136,8 @@ def _fail(draft: JobDraft, worker: WorkerState, event: WorkerExited, end: Exit) 
     loss = _loss(role, draft.state.role_spec(name), worker, event, end)
     placement = None
     if event.cause in ("own", "silent") and not (loss.stale or loss.taken or is_consequence(failure)):
+        if likely_cause(failure).kind == "disk_full":
+            fall_ill(draft, worker.node, "disk", f"{event.worker} has found a disk full")
         loss, placement = _blame_node(draft, loss, Strike(name, rank, worker.node, draft.now))
     state, now = draft.state, draft.now
     decision = decide(
@@ -165,14 +169,35 @@ def _blame_node(draft: JobDraft, loss: Loss, strike: Strike) -> tuple[Loss, Plac
         draft.put(replace(draft.state, tainted=(*draft.state.tainted, node)))
         draft.record("taint", text, node)
         draft.send(ToWatchers(Notice(node, text)))
-    count = strikes_like(draft.state, strike)
-    if count < STRIKES or not others:
+    count, sign = strikes_like(draft.state, strike), draft.state.sick.get(node)
+    if (count < STRIKES and sign is None) or not others:
         return loss, None
     placement = place_elsewhere(draft.state, strike.role, strike.rank)
     often = f"{loss.what}; it has failed {count} times on {node} within an hour"
+    if sign is not None:
+        often = f"{loss.what}; {node} is sick"
     if placement is None:
         return replace(loss, what=f"{often}, and no other node has room for it"), None
     return replace(loss, what=often, elsewhere=True), placement
+
+
+def fall_ill(draft: JobDraft, node: str, kind: Literal["disk", "device"], sign: str) -> None:
+    """A node shows a sign of sickness: it gets no more ranks, and one that fails there goes elsewhere at once.
+
+    A disk that is full on a second node may be one that they share, so that all nodes would be left for it.
+    """
+    state = draft.state
+    if node in state.sick or state.given_up(node):
+        return
+    shared = kind == "disk" and any("disk" in each for each in state.sick.values())
+    leaves = not shared and may_be_tainted(state, node)
+    text = f"{node} is sick: {sign}{'; it gets no more ranks' if leaves else ''}"
+    if not shared:
+        draft.put(replace(state, sick={**state.sick, node: sign}))
+    if leaves:
+        draft.put(replace(draft.state, tainted=(*state.tainted, node)))
+    draft.record("taint" if leaves else "sick", text, node)
+    draft.send(ToWatchers(Notice(node, text)))
 
 
 def _affected(state: JobState, failed: str) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ from unirun.launcher.process import (
     spare_descriptors,
     takes_signal,
 )
+from unirun.launcher.sickness import NodeHealth
 from unirun.launcher.standby import following
 from unirun.launcher.timers import TimerPipe, session_of
 from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose
@@ -80,6 +81,7 @@ from unirun.wire.reports import (
     ProgressPage,
     Reaped,
     Sample,
+    Sick,
     SpawnFailed,
     WorkerStarted,
 )
@@ -294,6 +296,7 @@ class Agent:
         self._ports = PortBook(task.addr, *task.spec.port_range)
         self._probing = Probing(self._probed, self._fail)
         self._forked: ForkedSpawner | None = None
+        self._health = NodeHealth(task.node, job.path)
         self._progress = ProgressWatch(job, task.spec, lambda: self._state, self._tell, self._apply)
 
     def fork_spawner(self) -> None:
@@ -344,6 +347,7 @@ class Agent:
             self._contact.close()
             self._probing.close()
             self._progress.close()
+            self._health.close()
             await self._end_spawners()
             self._ports.close()
             if self._master is not None:
@@ -457,7 +461,7 @@ class Agent:
             self._filters.follow(message.worker)
         if self._master is not None:
             self._master.send(message)
-        elif isinstance(message, Notice | Knock) or (
+        elif isinstance(message, Notice | Knock | Sick) or (
             isinstance(message, FromWorker) and isinstance(message.message, Metrics)
         ):
             # A new master gets everything else with `Join`.
@@ -684,6 +688,8 @@ class Agent:
             sample = sample_of(self._state)
             if sample.memory:
                 self._tell(sample)
+            for sign in await asyncio.to_thread(self._health.look):
+                self._tell(sign)
 
     async def _end_spawners(self) -> None:
         spawners = dict(self._spawners)

@@ -130,7 +130,8 @@ class JobStatus(Value):
     `failures` are the last `FAILURES` of `failed` in all, in order of arrival. `spares` are nodes held in reserve,
     `lost` those that are gone. `waiting` says in words which ranks are blocked until others have restarted.
     `restarts` are those of the whole job, which goes back to the step `committed`, -1 for none. The nodes in `tainted`
-    get no more ranks. `stragglers` says in words which ranks the others wait for in collectives.
+    get no more ranks; `sick` says in words why nodes are. `stragglers` says in words which ranks the others wait for in
+    collectives.
     """
 
     run_id: str
@@ -153,6 +154,7 @@ class JobStatus(Value):
     max_job_restarts: int = 0
     tainted: tuple[str, ...] = ()
     committed: int = -1
+    sick: tuple[str, ...] = ()
     stragglers: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:

@@ -459,6 +459,14 @@ class Sample(Message):
     cpu: dict[str, float]
 
 
+class Sick(Message):
+    """A `sign` that `node` is sick: its disk is full, or a device has a fault."""
+
+    node: str
+    kind: Literal["disk", "device"]
+    sign: str
+
+
 # Hangs: what the agents of a role know of its ranks when one of them is late.
 
 

@@ -12,7 +12,7 @@ from unirun.failover.policy import STRIKE_SECONDS
 from unirun.failover.state import RolePhase
 from unirun.spec.job import EntryKind
 from unirun.wire.messages import Drain
-from unirun.wire.reports import Notice, OpenStore, WorkerError
+from unirun.wire.reports import Notice, OpenStore, Sick, WorkerError
 
 PEER = WorkerError("RuntimeError: Connection closed by peer [127.0.0.1]:3776", "", 100.0)
 
@@ -119,6 +119,45 @@ class TestARank:
         for _ in range(3):
             job.exits("train", 0, 1).all_run("train")
         assert [worker.node for worker in job.state.roles["train"].workers] == ["n0"]
+
+
+FULL = WorkerError("OSError: [Errno 28] No space left on device: 'model.pt'", "", 100.0)
+
+
+class TestASickNode:
+    def test_ranks_that_find_its_disk_full_leave_it_together_at_the_first_failure(self) -> None:
+        job = running({"actor": 2}, devices=4)
+        told = fails(job, 1, error=FULL)
+        assert places(job) == ["n1", "n1"]
+        assert told[0] == "n0 is sick: actor:1 has found a disk full; it gets no more ranks"
+        assert "actor:1 ended with exit code 1; n0 is sick; restart 1 of 99" in told[1]
+        assert job.state.sick == {"n0": "actor:1 has found a disk full"}
+        assert job.state.tainted == ("n0",)
+
+    def test_a_disk_that_is_full_on_a_second_node_may_be_shared(self) -> None:
+        job = running({"actor": 1}, of=3)
+        fails(job, 0, error=FULL)
+        told = fails(job, 0, error=FULL)
+        assert told[0] == "n1 is sick: actor:0 has found a disk full"
+        assert (places(job), job.state.tainted, [*job.state.sick]) == (["n1"], ("n0",), ["n0"])
+
+    def test_a_workload_leaves_a_node_with_a_broken_device_when_it_fails_and_its_peer_stays(self) -> None:
+        job = running({"actor": 2}, kinds={"actor": "workload"})
+        job.on(Sick("n0", "device", "GPU 1 is lost"))
+        assert [notice.text for notice in job.told(Notice)] == [
+            "n0 is sick: GPU 1 is lost; it gets no more ranks"
+        ]
+        assert "taint: n0 is sick: GPU 1 is lost" in job.records
+        assert job.on(Sick("n0", "device", "GPU 1 is lost")).told(Notice) == []
+        job.exits("actor", 1, 1)
+        assert places(job) == ["n0", "n1"]
+
+    def test_the_last_one_is_told_and_keeps_its_ranks(self) -> None:
+        job = running({"actor": 1}, of=1).on(Sick("n0", "disk", "the disk of /x is full"))
+        assert job.told(Notice)[0].text == "n0 is sick: the disk of /x is full"
+        assert job.state.tainted == ()
+        fails(job, 0)
+        assert places(job) == ["n0"]
 
 
 class TestANode:
