@@ -24,6 +24,7 @@ RULES = {
     "port": "another process that listens on its port",
     "store": "the end of its rendezvous store",
     "weights": "weights that it could not be given",
+    "network": "connections between two nodes that get no answer",
 }
 """The rules by which failures are noticed, in words."""
 

@@ -100,6 +100,7 @@ def words_of(failure: Failure) -> str:
 CauseClass = Literal[
     "injected",
     "lost_node",
+    "cut_off",
     "out_of_memory",
     "hang",
     "left_early",
@@ -180,6 +181,7 @@ _FRAME = re.compile(r'^ *File "([^"\n]{1,500})", line (\d{1,9}) in (.{1,100})', 
 
 _BY_RULE: dict[str, CauseClass] = {
     "node": "lost_node",
+    "network": "cut_off",
     "hang": "hang",
     "peers": "left_early",
     "probe": "not_ready",

@@ -217,6 +217,13 @@ class Straggles(Value):
     why: str
 
 
+class CutOff(Value):
+    """Connections of `node` to `other` get no answer, though the master hears both."""
+
+    node: str
+    other: str
+
+
 class OwnerLost(Value):
     """The CLI that the job belongs to has died."""
 
@@ -244,6 +251,7 @@ Event = (
     | Placed
     | Sick
     | Straggles
+    | CutOff
 )
 
 

@@ -265,7 +265,8 @@ def _tell_cause(draft: JobDraft, role: RoleState) -> None:
         return
     found = [each for each in failures if each.generation == role.generation]
     diagnosis = diagnose(found, bystanders(draft.state, found))
-    if diagnosis.cause is not found[0] and is_consequence(found[0]):
+    others = is_consequence(found[0]) and not is_consequence(diagnosis.cause)
+    if diagnosis.cause.inferred or others:
         _keep_cause(draft, diagnosis)
         draft.send(ToWatchers(Notice(role.name, f"the cause of its restart: {diagnosis}")))
 

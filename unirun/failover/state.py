@@ -102,10 +102,10 @@ class Failure(Value, omit_defaults=True):
     step: int = -1
 
 
-Rule = Literal["exit", "node", "hang", "peers", "probe", "port", "store", "weights"]
+Rule = Literal["exit", "node", "hang", "peers", "probe", "port", "store", "weights", "network"]
 """The rule by which a failure is noticed: the end of the process, the loss of its node, a wait that does not end, what
-its peers report, its probe, a port that another process has, the end of its rendezvous store, or weights that it could
-not be given."""
+its peers report, its probe, a port that another process has, the end of its rendezvous store, weights that it could
+not be given, or connections between two nodes that get no answer."""
 
 
 def brief(failure: Failure) -> Failure:
@@ -552,6 +552,17 @@ class Commits(Value):
     pending: tuple[PendingCommit, ...] = ()
 
 
+class Cut(Value):
+    """Two `nodes`, in the order of their names, that did not hear each other at `time`."""
+
+    nodes: tuple[str, str]
+    time: float
+
+
+CUT_SECONDS = 60.0
+"""Seconds for which it counts that two nodes did not hear each other; while they do not, agents say so again."""
+
+
 NOTHING = Inventory(())
 
 KEPT_FAILURES = 256
@@ -575,7 +586,7 @@ class JobState(Value):
     `epoch` is the term of the master, `recorded` the number of events that it has written, `cause` the id of the one
     that the end of the job follows from. `looked` is by role. `restarts` are those of the whole job, and `paid` the
     times of the latest ones. `strikes` are recent failures, and `tainted` the nodes that get no more ranks because of
-    them, or because they are `sick`: the first sign of each.
+    them, or because they are `sick`: the first sign of each. `cuts` are the nodes that do not hear each other.
     """
 
     spec: JobSpec
@@ -611,6 +622,7 @@ class JobState(Value):
     tainted: tuple[str, ...] = ()
     commits: Commits = Commits()
     sick: Mapping[str, str] = field(default_factory=dict)
+    cuts: tuple[Cut, ...] = ()
 
     def with_role(self, role: RoleState) -> JobState:
         """This state with one role replaced."""

@@ -14,6 +14,7 @@ from unirun.failover.draft import (
     AgentLost,
     Arrived,
     Command,
+    CutOff,
     Due,
     Event,
     JobDraft,
@@ -51,7 +52,7 @@ from unirun.failover.state import (
     WorkerPhase,
 )
 from unirun.failover.takeover import REJOIN_TIMEOUT, all_back, bare, take_up
-from unirun.failover.worker_failure import exited, fall_ill, store_ended
+from unirun.failover.worker_failure import cut_off, exited, fall_ill, store_ended
 from unirun.values import WorkerId
 from unirun.wire.messages import Drain, Grow, Inject, Injected, PassOn, Stop
 from unirun.wire.reports import (
@@ -142,6 +143,8 @@ def _handle(draft: JobDraft, event: Event) -> None:
             placed(draft, event)
         case Sick(node, kind, sign):
             fall_ill(draft, node, kind, sign)
+        case CutOff(node, other):
+            cut_off(draft, node, other)
         case Straggles(who, why):
             if draft.find(who) is not None:
                 move_rank(draft, who, why)

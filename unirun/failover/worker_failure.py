@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from unirun.collocation import Placement
 from unirun.errors import EXIT_FAILURE, EXIT_RENDEZVOUS, IllegalTransition
 from unirun.failover.budgets import budget_above, budget_for, budget_of_rank, with_payment
-from unirun.failover.diagnosis import is_consequence, likely_cause
+from unirun.failover.diagnosis import is_consequence, likely_cause, waited_for_a_peer
 from unirun.failover.draft import JobDraft, ToWatchers
 from unirun.failover.generations import clear_the_way
 from unirun.failover.moving import moves, place_elsewhere, restart_job, tell_move
@@ -38,7 +38,9 @@ from unirun.failover.restart_or_end import (
     unsettle,
 )
 from unirun.failover.state import (
+    CUT_SECONDS,
     ROLE_WORKS,
+    Cut,
     Exit,
     Failure,
     JobPhase,
@@ -181,6 +183,23 @@ def _blame_node(draft: JobDraft, loss: Loss, strike: Strike) -> tuple[Loss, Plac
     return replace(loss, what=often, elsewhere=True), placement
 
 
+def cut_off(draft: JobDraft, node: str, other: str) -> None:
+    """Two nodes do not hear each other, though both are heard. It is told when it is new."""
+    state, pair = draft.state, (min(node, other), max(node, other))
+    if state.given_up(node) or state.given_up(other):
+        return
+    known = [each for each in state.cuts if draft.now - each.time < CUT_SECONDS]
+    before = next((each for each in known if each.nodes == pair), None)
+    if before is not None and draft.now - before.time < CUT_SECONDS / 2:
+        return
+    rest = tuple(each for each in known if each is not before)
+    draft.put(replace(state, cuts=(*rest, Cut(pair, draft.now))))
+    if before is None:
+        text = f"{cut_words(pair)}, though both are heard: connections between them get no answer"
+        draft.record("cut_off", text, *pair)
+        draft.send(ToWatchers(Notice(" and ".join(pair), text)))
+
+
 def fall_ill(draft: JobDraft, node: str, kind: Literal["disk", "device"], sign: str) -> None:
     """A node shows a sign of sickness: it gets no more ranks, and one that fails there goes elsewhere at once.
 
@@ -222,7 +241,7 @@ def _obeyed(event: WorkerExited) -> bool:
 def failure_of(state: JobState, worker: WorkerState, event: WorkerExited, end: Exit) -> Failure:
     """The record of a failure."""
     error = event.error
-    return Failure(
+    failure = Failure(
         worker=event.worker,
         generation=worker.generation,
         node=worker.node,
@@ -238,6 +257,22 @@ def failure_of(state: JobState, worker: WorkerState, event: WorkerExited, end: E
         fault=worker.fault,
         step=event.step,
     )
+    if (words := _cut_of(state, failure)) is None:
+        return failure
+    return replace(failure, rule="network", note=words)
+
+
+def _cut_of(state: JobState, failure: Failure) -> str | None:
+    """The nodes that do not hear each other, if a failure is the consequence of that."""
+    pairs = [each.nodes for each in state.cuts if failure.time - each.time < CUT_SECONDS]
+    # Ranks on other nodes may have waited for those.
+    pair = next((each for each in pairs if failure.node in each), pairs[0] if pairs else None)
+    return cut_words(pair) if pair is not None and waited_for_a_peer(failure) else None
+
+
+def cut_words(pair: tuple[str, str]) -> str:
+    """``h2 and h3 do not hear each other``"""
+    return f"{' and '.join(pair)} do not hear each other"
 
 
 def _fatal(spec: RoleSpec, event: WorkerExited, end: Exit) -> int:

@@ -39,7 +39,7 @@ from unirun.launcher.process import (
     spare_descriptors,
     takes_signal,
 )
-from unirun.launcher.sickness import NodeHealth
+from unirun.launcher.sickness import NodeHealth, unanswered
 from unirun.launcher.standby import following
 from unirun.launcher.timers import TimerPipe, session_of
 from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose
@@ -83,6 +83,7 @@ from unirun.wire.reports import (
     Sample,
     Sick,
     SpawnFailed,
+    Unanswered,
     WorkerStarted,
 )
 from unirun.wire.sockets import listen
@@ -296,6 +297,8 @@ class Agent:
         self._ports = PortBook(task.addr, *task.spec.port_range)
         self._probing = Probing(self._probed, self._fail)
         self._forked: ForkedSpawner | None = None
+        # Ranks of one host need no network.
+        self._several = task.head is not None
         self._health = NodeHealth(task.node, job.path)
         self._progress = ProgressWatch(job, task.spec, lambda: self._state, self._tell, self._apply)
 
@@ -688,6 +691,8 @@ class Agent:
             sample = sample_of(self._state)
             if sample.memory:
                 self._tell(sample)
+            if self._several and (addresses := unanswered()):
+                self._tell(Unanswered(self._state.node, addresses))
             for sign in await asyncio.to_thread(self._health.look):
                 self._tell(sign)
 

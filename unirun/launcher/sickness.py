@@ -1,4 +1,4 @@
-"""The signs that a node is sick: a full disk, and faults of its devices.
+"""The signs that a node is sick: a full disk, and faults of its devices. And those of a network that is.
 
 Each sign is told once. The master gives a sick node no more ranks (`unirun.failover.worker_failure.fall_ill`).
 """
@@ -6,6 +6,9 @@ Each sign is told once. The master gives a sick node no more ranks (`unirun.fail
 from __future__ import annotations
 
 import os
+import socket
+import struct
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
@@ -115,3 +118,51 @@ class _Devices:
                 number = next((n for n, each in self._handles.items() if each == found.device), None)
                 name = f"GPU {number}" if number is not None else "a GPU"
                 yield f"{name} has had the error XID {found.eventData}"
+
+
+# The hosts that do not answer this one, by the connections of its processes: what the kernel sends again and again.
+#
+# Two hosts that do not hear each other may both hear the master. Then their ranks wait for each other, and what gloo
+# and NCCL say of that names no host. The kernel has each connection with the number of times that it has sent without
+# an answer, also of processes that have ended since.
+
+SENT_AGAIN, ASKED_AGAIN = 5, 3
+"""Times of sending again, after which a host counts as one that does not answer: data for 6 s, by then the master knows
+whether the whole host is silent; the first packet of a connection for 7 s."""
+
+_SYN_SENT = 2
+_RETRANSMITS = 1
+"""The kernel's number of the timer for sending again."""
+
+MOST_HOSTS = 64
+
+
+def unanswered(net: Path = Path("/proc/self/net"), uid: int | None = None) -> tuple[str, ...]:
+    """The addresses that do not answer processes of the user `uid`, by default this one."""
+    found: set[str] = set()
+    for name in ("tcp", "tcp6"):
+        with suppress(OSError):
+            found.update(_silent((net / name).read_text(), os.getuid() if uid is None else uid))
+    return tuple(sorted(found)[:MOST_HOSTS])
+
+
+def _silent(table: str, uid: int) -> Iterator[str]:
+    for line in table.splitlines()[1:]:
+        with suppress(ValueError, IndexError):
+            _, _, remote, state, _, timer, again, owner, *_ = line.split()
+            limit = ASKED_AGAIN if int(state, 16) == _SYN_SENT else SENT_AGAIN
+            # What a process has left behind has no owner.
+            if (
+                int(timer.partition(":")[0], 16) == _RETRANSMITS
+                and int(again, 16) >= limit
+                and int(owner) in (0, uid)
+            ):
+                yield address_of(remote.partition(":")[0])
+
+
+def address_of(number: str) -> str:
+    """An address as the kernel writes it: words of four bytes in the order of this host."""
+    words = [int(number[at : at + 8], 16) for at in range(0, len(number), 8)]
+    data = struct.pack(f"{'<' if sys.byteorder == 'little' else '>'}{len(words)}I", *words)
+    mapped = data.removeprefix(bytes(10) + b"\xff\xff")
+    return socket.inet_ntop(socket.AF_INET if len(mapped) == 4 else socket.AF_INET6, mapped)

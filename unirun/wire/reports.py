@@ -467,6 +467,13 @@ class Sick(Message):
     sign: str
 
 
+class Unanswered(Message):
+    """The hosts at these addresses do not answer the processes of `node`."""
+
+    node: str
+    addresses: tuple[str, ...]
+
+
 # Hangs: what the agents of a role know of its ranks when one of them is late.
 
 

@@ -53,6 +53,13 @@ class TestARankThatHasNotFailed:
         # It is there once.
         assert [each.worker.rank for each in job.state.failures] == [0, 2]
 
+    def test_none_is_told_when_all_are_about_a_peer_and_the_earlier_one_was_heard_of_later(self) -> None:
+        job = loses_a_peer(Job({"actor": 5}, restarts={"actor": 1}).running(), 0)
+        job.exits("actor", 1, 1, error=WorkerError(PEER, "", 1.0))
+        for rank in (2, 3, 4):
+            job.exits("actor", rank, by=TERM, asked=TERM)
+        assert not any("the cause" in text for text in notices(job))
+
     def test_the_first_of_two_with_errors_of_their_own_needs_no_second_word(self) -> None:
         job = Job({"actor": 2}, restarts={"actor": 1}).running().exits("actor", 0, 1).exits("actor", 1, 1)
         assert not any("the cause" in text for text in notices(job))

@@ -67,6 +67,10 @@ class HeartbeatMonitor:
         """Return True if the agent of `node` beats."""
         return self._silence.watches(node)
 
+    def hears(self, node: str) -> bool:
+        """Return True if the agent of `node` is there, and not silent."""
+        return node in self._agents and not self._silence.is_silent(node)
+
     def token_proved(self, node: str, origin: str) -> None:
         """Take the proof of the token by `node` for a message from it: it may send no other before it is
         given up. Without TLS only its address `origin` is known."""
@@ -89,11 +93,7 @@ class HeartbeatMonitor:
     def _alone(self) -> bool:
         """Return True if no node can be with another master."""
         state = self._writer.certain
-        return all(
-            node in self._agents and not self._silence.is_silent(node)
-            for node in state.nodes
-            if not state.given_up(node)
-        )
+        return all(self.hears(node) for node in state.nodes if not state.given_up(node))
 
     def follow(self, watcher: Stream) -> None:
         """A command has sent a beat. It gets some, until it is silent for `OWNER_TIMEOUT`."""

@@ -23,6 +23,7 @@ from unirun.failover.draft import (
     AgentLost,
     Arrived,
     Command,
+    CutOff,
     Event,
     Finish,
     KeepMetrics,
@@ -87,6 +88,7 @@ from unirun.wire.reports import (
     Progress,
     Sample,
     StepsAgain,
+    Unanswered,
     ViewWanted,
 )
 
@@ -515,6 +517,12 @@ class Master:
         self._log.write("late", text, about=(role,))
         self._tell_watchers(Notice(role, text))
 
+    def _unanswered(self, report: Unanswered) -> None:
+        """Hosts do not answer a node. Those that are silent for this master, too, are given up as a whole."""
+        for node, join in self._state.agents.items():
+            if join.addr in report.addresses and node != report.node and self._beats.hears(node):
+                self._apply(CutOff(report.node, node))
+
     def _straggles(self, who: WorkerId, node: str, text: str) -> None:
         """Report a rank for which the others wait."""
         self._log.write("straggler", text, about=(f"{who.role}:{who.rank}", node))
@@ -643,6 +651,8 @@ class Master:
                     self.hangs.answered(message)
                 elif isinstance(message, StepsAgain):
                     self.steps.again(message)
+                elif isinstance(message, Unanswered):
+                    self._unanswered(message)
                 elif isinstance(message, Knock):
                     self._beats.token_proved(message.node, message.origin)
                 elif isinstance(message, FromWorker) and isinstance(message.message, Arrivals):
