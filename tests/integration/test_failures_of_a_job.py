@@ -20,7 +20,7 @@ FAILS_TWICE = """
 LOSES_STEPS = """
     import os, time, unirun
     again = os.environ["UNIRUN_INCARNATION"] == "1"
-    for step in range(20 if again else 0, 61):
+    for step in range(20 if again else 0, 61 + 40 * again):
         unirun.progress(step)
         time.sleep(0.01)
         if step == 57 and not again and os.environ["RANK"] == "1":
@@ -33,16 +33,17 @@ LOSES_STEPS = """
 def test_the_steps_that_a_failure_has_cost_are_told_and_when_they_are_made_up(
     unirun: Unirun, script: Script
 ) -> None:
-    """A role of two nodes goes on at step 20 of 57: it has lost 37, which take 0.4 s."""
+    """A role of two nodes goes on at step 20 of 57, or of 60 to which the other rank may come: these take 0.4 s."""
     nodes = ("--inventory", "fake:nodes=2,devices=1", "--roles", "actor=2", "--max-restarts", 1)
     result = unirun(*nodes, "--rdzv-id", "steps", script(LOSES_STEPS))
     assert result.code == 0, result.err
     (found,) = map(json.loads, unirun("failures", "--json").out.splitlines())
-    assert (found["record"]["step"], found["steps_lost"]) == (57, 37)
+    assert found["record"]["step"] == 57
+    assert 37 <= found["steps_lost"] <= 40
     assert 0.3 < found["durations"]["useful"] < 20
     text = unirun("failures", "steps", "--why", 1).out
     assert "exit code 3, at step 57\n" in text
-    assert "steps lost: 37\n" in text
+    assert f"steps lost: {found['steps_lost']}\n" in text
 
 
 def test_the_failures_of_a_job_that_has_ended_are_told_with_cause_decision_and_durations(
