@@ -166,10 +166,18 @@ def environment(home: Path) -> dict[str, str]:
 @contextlib.contextmanager
 def started(launcher: Launcher, ranks: int, then: Then, max_restarts: int = 0) -> Iterator[Job]:
     """A job of `ranks` ranks on this host. At the end of the context, none of its processes and files is left."""
-    home = Path(tempfile.mkdtemp(prefix="unirun-bench-"))
     options = (f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}")
-    command = (*launcher.command, *options, str(SCRIPT), str(home / "points"), then)
+    with running(launcher, ranks, lambda home: (*options, str(SCRIPT), str(home / "points"), then)) as job:
+        yield job
+
+
+@contextlib.contextmanager
+def running(launcher: Launcher, ranks: int, arguments: Callable[[Path], tuple[str, ...]]) -> Iterator[Job]:
+    """The job that the launcher starts with these arguments; they may name files in the job's own directory. At the end
+    of the context, none of its processes and files is left."""
+    home = Path(tempfile.mkdtemp(prefix="unirun-bench-"))
     try:
+        command = (*launcher.command, *arguments(home))
         with (home / "output").open("wb") as output:
             began = time.time()
             process = subprocess.Popen(

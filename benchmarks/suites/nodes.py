@@ -194,12 +194,12 @@ def until_noticed() -> float:
 
 
 @contextlib.contextmanager
-def trained() -> Iterator[tuple[Hosts, Path, subprocess.Popen[bytes], Path]]:
+def trained(*options: str) -> Iterator[tuple[Hosts, Path, subprocess.Popen[bytes], Path]]:
     """A job of four ranks on two of three hosts, past the first all_reduce: hosts, points, command and its output."""
     with bed() as (hosts, folder):
         points, job = folder / "points", folder / "job.yaml"
         job.write_text(SPARE.format(script=SCRIPT, points=points))
-        command = (program("unirun"), "--hosts", "h1,h2,h3", "--config", job)
+        command = (program("unirun"), "--hosts", "h1,h2,h3", "--config", job, *options)
         with started(hosts, folder, command) as process:
             wait_for(points, 4, 0, [process])
             time.sleep(1.0)
