@@ -1,4 +1,4 @@
-"""What a failure costs: the time until all ranks work again, beside torchrun with the same script in the same run.
+"""The cost of a failure: the time until all ranks work again, beside torchrun with the same script in the same run.
 
 Ranks are killed in the middle of their all_reduces, which come every 10 ms. They write the times themselves, and share
 one clock with this process.

@@ -28,9 +28,10 @@ from unirun.failover.crashes import (
 )
 from unirun.failover.draft import After, AgentLost, Command, Event, Finish, ToAgent, ToAgents
 from unirun.failover.restart_or_end import shutdown_order
+from unirun.failover.silence import REJOIN_SECONDS
 from unirun.failover.state import JOB_ENDS, JobPhase, JobState, Verdict
 from unirun.failover.step import step
-from unirun.failover.takeover import resume
+from unirun.failover.takeover import REJOIN_TIMEOUT, resume
 from unirun.launcher.master.lead import TERM_TTL
 from unirun.launcher.master.writer import END_WRITE_TIMEOUT, STOP_WRITE_TIMEOUT
 from unirun.rendezvous.election import Term, campaign, job_prefix
@@ -105,7 +106,8 @@ class MasterModel:
                 simulation.aborting(term.epoch, self.state)
             else:
                 simulation.scenario.break_at("begin")
-                self.state, commands = resume(state, self._now())
+                rejoin = REJOIN_SECONDS if simulation.scenario.hosts else REJOIN_TIMEOUT
+                self.state, commands = resume(state, self._now(), rejoin)
         except PlantedBug as error:
             self._hit_bug(error, "begin")
             return
@@ -189,6 +191,7 @@ class MasterModel:
             pipe.send(Shutdown())
             return
         self.apply(join)
+        self.beats.joined()
         if self.unwritten and not self.ends and join.node in self.agents:
             self._shut_down(join.node)
 
@@ -204,7 +207,7 @@ class MasterModel:
             if self.agents.get(node) is not pipe or node in self.sent_away:
                 return
             if isinstance(message, Heartbeat):
-                self.beats.answer(node, pipe)
+                self.beats.answer(node, pipe, message)
             elif isinstance(message, Event):
                 self.apply(message)
 

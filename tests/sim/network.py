@@ -13,9 +13,9 @@ from tests.sim.fake_clock import FakeClock
 from tests.sim.store import RUN, ProcessKilled
 from unirun.errors import ConnectionLost, Fenced, StoreError
 from unirun.failover.draft import AgentLost, Due, Event
-from unirun.failover.silence import GIVE_UP_DELAY, HEARTBEAT_INTERVAL, Silence, may_answer
+from unirun.failover.silence import GIVE_UP_DELAY, HEARTBEAT_INTERVAL, KERNEL_KILL_DELAY, Echoes, Silence
+from unirun.failover.takeover import REJOIN_TIMEOUT
 from unirun.launcher.contact import (
-    KERNEL_KILL_DELAY,
     MASTER_RECEIVE_TIMEOUT,
     RECONNECT_TIMEOUT,
     TERM_CHECK_INTERVAL,
@@ -116,7 +116,7 @@ class ContactModel:
         self._node, self._simulation = node, node.simulation
         self._fence = Fence()
         self._rate = self._simulation.scenario.rates.get(node.name, 1.0)
-        self._heard = self._led = 0.0
+        self._heard = self._led = self._read = 0.0
         self._stream = 0
         self._watches = False
 
@@ -134,6 +134,7 @@ class ContactModel:
             return
         self._fence.joins(self._now())
         self._heard = self._now()
+        self._read = 0.0
         self._stream += 1
         self._beat(self._stream)
         if not self._watches:
@@ -145,7 +146,8 @@ class ContactModel:
         """The master has said something."""
         self._heard = self._now()
         if isinstance(message, Heartbeat):
-            self._fence.answered(self._now(), sure=message.sure)
+            self._fence.answered(self._now(), message.age)
+            self._read = message.at
 
     def leads(self, epoch: int) -> bool:
         """Return False if the master of term `epoch` has been replaced. Hosts have the fence."""
@@ -161,7 +163,7 @@ class ContactModel:
     def _beat(self, stream: int) -> None:
         if stream == self._stream and self._node.to_master is not None:
             self._fence.beats(self._now())
-            self._node.to_master.send(Heartbeat())
+            self._node.to_master.send(Heartbeat(self._read))
             self._after(HEARTBEAT_INTERVAL, lambda: self._node.awake(lambda: self._beat(stream)))
 
     def _watch(self) -> None:
@@ -205,6 +207,8 @@ class BeatsModel:
         self._rate = self._simulation.scenario.rates.get(master.node, 1.0)
         self._silence = Silence(self.now())
         self._wishes: deque[tuple[Callable[[], None], Callable[[], object]]] = deque()
+        self._echoes = Echoes()
+        self._joined: float | None = None
         self.renewed = self.now()
 
     def now(self) -> float:
@@ -217,39 +221,45 @@ class BeatsModel:
             self._in_order(self._master.contexts.unmark_silent, lambda: None)
             self._look_later()
 
-    def answer(self, node: str, pipe: Pipe) -> None:
+    def joined(self) -> None:
+        """A node has joined."""
+        if self._joined is None:
+            self._joined = self._running_time()
+
+    def answer(self, node: str, pipe: Pipe, beat: Heartbeat) -> None:
         """Answer the beat of an agent."""
-        self._silence.heard(node, self.now())
-        sure = may_answer(self.renewed, self.now(), alone=False) or self._alone()
-        pipe.send(Heartbeat(sure=sure))
+        now, ledger = self.now(), self._master.ledger
+        self._silence.heard(node, now)
+        self._echoes.heard(node, beat.at)
+        state = self._master.state if ledger.due is None else ledger.kept
+        nodes = [each for each in state.nodes if not state.given_up(each)]
+        pipe.send(Heartbeat(now, self._echoes.age(now, self.renewed, nodes, ())))
 
     def forget(self, node: str) -> None:
         """The agent of `node` is gone."""
         self._silence.forget(node)
 
-    def _alone(self) -> bool:
-        ledger = self._master.ledger
-        state = self._master.state if ledger.due is None else ledger.kept
-        return all(
-            node in self._master.agents and not self._silence.is_silent(node)
-            for node in state.nodes
-            if not state.given_up(node)
-        )
-
     def after(self, delay: float, event: Event) -> None:
         """Apply `event` in `delay` seconds, or later."""
-        clock, end = self._simulation.clock, self._running_time() + delay
+        clock, began = self._simulation.clock, self._running_time()
+        hosts = self._simulation.scenario.hosts
+
+        def left() -> float:
+            if event is not Due.REJOIN:
+                return began + delay - self._running_time()
+            end = began + max(delay, REJOIN_TIMEOUT) if self._joined is None else self._joined + delay
+            return end - GIVE_UP_DELAY - self._running_time()
 
         def due() -> None:
             if not self._master.leads:
                 return
-            if not self._simulation.scenario.hosts or event not in (Due.JOIN, Due.REJOIN):
+            if not hosts or event not in (Due.JOIN, Due.REJOIN):
                 self._master.apply(event)
                 return
             self._look()
             away = sorted(self._master.ledger.kept.away | self._master.state.away)
-            if (left := end - self._running_time()) > 0.001:
-                clock.after(left / self._rate, lambda: self._master.awake(due))
+            if (rest := left()) > 0.001:
+                clock.after(min(rest, 1.0) / self._rate, lambda: self._master.awake(due))
             elif event is Due.REJOIN and away:
                 self._mark(
                     away, lambda: clock.after(GIVE_UP_DELAY / self._rate, lambda: self._master.apply(event))
@@ -257,7 +267,8 @@ class BeatsModel:
             else:
                 self._master.apply(event)
 
-        clock.after(delay / self._rate, lambda: self._master.awake(due))
+        first = max(0.0, delay - GIVE_UP_DELAY) if hosts and event is Due.REJOIN else delay
+        clock.after(first / self._rate, lambda: self._master.awake(due))
 
     def _running_time(self) -> float:
         return self.now() - self._silence.stalled

@@ -2,30 +2,37 @@
 the master's.
 
 A stream over a network may be silent though nobody has closed it: a cable is out, a host has lost its power or hangs.
-So agent and master exchange beats, and both decide by them. The master gives the node up (`Silence`), and its ranks
-start elsewhere; the agent kills its workers (`unirun.launcher.contact`), which must always come first.
+So agent and master exchange beats, and both decide by them. A master gives the node up (`Silence`), and its ranks
+start elsewhere; the agent kills its workers (`unirun.launcher.contact`), which must always come first. One inequality
+says that, for the master that the node was with and for each one after it:
 
 ::
 
-    agent    s  sends a beat               kills its workers at  s + FENCE_TIMEOUT
-    master      m  gets it, answers it     gives the node up at  m + SILENCE_TIMEOUT + GIVE_UP_DELAY  or later
+    agent    s      sends a beat
+    master   m >= s answers it with an *age*: at m - age, no other master led, or none had a node
+    agent           kills its workers at                 s - age + FENCE_TIMEOUT
+    master          gives the node up, unheard since m,   at m + SILENCE_TIMEOUT + GIVE_UP_DELAY  or later
+    another         gives the node up, when its first node has joined at j, at j + REJOIN_SECONDS  or later
 
-The agent counts from when it *sent* the latest beat that the master has answered, not from when the answer came.
-Whatever is lost or late on either way, the master got that beat at ``m >= s``. Two clocks that run at rates of
-``1 + d`` and ``1 - d`` give
+The agent counts from when it *sent* the latest beat that was answered, not from when the answer came, and ``j > m -
+age``. So whatever is lost or late on any way, what is left is a sum of constants, `gone_after`: the fence, the kill of
+an agent that is stopped by the kernel, and the end of the workers, between clocks whose rates differ:
 
-    ``FENCE_TIMEOUT / (1 - d)  <  (SILENCE_TIMEOUT + GIVE_UP_DELAY) / (1 + d)``
+    ``gone_after(FENCE_TIMEOUT)  <=  SILENCE_TIMEOUT + GIVE_UP_DELAY  =  REJOIN_SECONDS``
 
-which is 5.56 s < 6.73 s for d = 1 %. In the rest the workers end; an agent that is stopped is killed by the kernel, 0.4
-s later. A cable that is out for 3 s is no reason to kill them: the beat that was answered may be `HEARTBEAT_INTERVAL`
-old when it is pulled, and the agent connects anew within half a second of its return, so 5.0 s of the 5.5 are used.
+which is 6.79 s <= 6.8 s. The age (`Echoes`) is that of the younger proof:
 
-Other masters, and other ways to know that nobody has given the node up:
+- the master had the term when it last began to renew it, as the next term is later. The store may be away for a while;
+- each node of the job has read an answer of this master that is so old, and said so in a beat on the same stream. A
+  node joins another master after that, and a master without nodes starts nothing. So while all nodes are heard by one
+  master the store may be away for any time.
 
-- A new master waits 15 s for nodes that do not join it (`unirun.failover.takeover.REJOIN_TIMEOUT`). The one that it has
-  replaced may not know that, and answers beats for `AUTHORITY_SECONDS` seconds after it last renewed its term
-  (`may_answer`); the renewal was before the new term. ``(AUTHORITY_SECONDS + FENCE_TIMEOUT) / (1 - d) < 15 / (1 + d)``:
-  11.6 s < 14.9 s.
+The age is `LEASE_SECONDS` / 3 most of the time, or two beats. A cable that is out for 3 s is no reason to kill workers:
+a beat may be `HEARTBEAT_INTERVAL` old when it is pulled, its answer a second more, and the agent connects anew within
+half a second of its return, so 5.5 s of the 5.7 are used.
+
+Other ways to know that nobody has given the node up:
+
 - An agent that gets no answer may read in the store (etcd) that its node is not *marked*. It has `UNMARKED_SECONDS`
   seconds from the beginning of that read, because a node is given up `GIVE_UP_DELAY` seconds after its mark was
   written.
@@ -34,8 +41,9 @@ Other masters, and other ways to know that nobody has given the node up:
   proved the token, and over TLS their nodes. A master counts that as a message of the node, before the node can know of
   it. While no master accepts, because it is stopped or its successor is on the way, the head's agent does
   (`unirun.launcher.contact`), and tells the master that it follows: one that goes on hears of it before it gives a node
-  up, as that takes `GIVE_UP_DELAY` seconds more; a new one waits 15 s for nodes in any case. That a connection is made
-  proves nothing: a machine that has taken over the address of the head, or of a node, can make one.
+  up, as that takes `GIVE_UP_DELAY` seconds more; a new one waits longer for its nodes than where the store is etcd
+  (`unirun.failover.takeover.REJOIN_TIMEOUT`). That a connection is made proves nothing: a machine that has taken over
+  the address of the head, or of a node, can make one.
 
 The time in which the master itself does not run is not held against the nodes: a look that comes late moves every
 deadline by the delay.
@@ -43,25 +51,45 @@ deadline by the delay.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Container, Iterable
 
-HEARTBEAT_INTERVAL = 1.5
+CLOCK_DRIFT = 0.01
+"""The most by which a clock runs too fast or too slow."""
+
+HEARTBEAT_INTERVAL = 1.0
 """Seconds between two beats of an agent; the master answers each at once."""
 
-SILENCE_TIMEOUT = 4.8
-"""Seconds without a message after which a node is reported: three beats, and the way of one."""
+FENCE_TIMEOUT = 5.7
+"""Seconds after which an agent kills its workers, from when it sent the latest beat that was answered."""
+
+KERNEL_KILL_DELAY = 0.4
+"""Seconds after the end of the fence at which the kernel kills an agent that has not done anything about it."""
+
+KILL_SECONDS = 0.5
+"""Seconds in which the workers of an agent that was killed end."""
+
+
+def gone_after(fence: float) -> float:
+    """Seconds, by any clock, after which the workers of an agent with this fence have ended, whatever it does."""
+    slowest = (fence * (1 + CLOCK_DRIFT) + KERNEL_KILL_DELAY) / (1 - CLOCK_DRIFT)
+    return (slowest + KILL_SECONDS) * (1 + CLOCK_DRIFT)
+
 
 GIVE_UP_DELAY = 2.0
-"""Seconds that follow before it is lost, beginning when the report is in the store."""
+"""Seconds after which a silent node is lost, beginning when the report is in the store."""
 
-FENCE_TIMEOUT = 5.5
-"""Seconds after which an agent kills its workers, from when it sent the latest beat that was answered."""
+SILENCE_TIMEOUT = math.ceil(10 * (gone_after(FENCE_TIMEOUT) - GIVE_UP_DELAY)) / 10
+"""Seconds without a message after which a node is reported: 4.8."""
+
+REJOIN_SECONDS = SILENCE_TIMEOUT + GIVE_UP_DELAY
+"""Seconds that a master which has taken over waits for a node of another host, from when the first one has joined."""
 
 UNMARKED_SECONDS = 1.8
 """Seconds for which an agent is safe that has found no mark of its node in the store."""
 
-AUTHORITY_SECONDS = 6.0
-"""Seconds for which a master that has renewed its term answers beats. The lease of the term is as long."""
+LEASE_SECONDS = 3.0
+"""Seconds of a term after which a master that does not renew it is replaced. It renews it three times in that."""
 
 SILENCE_POLL_INTERVAL = 0.25
 """Seconds between two looks at who is silent."""
@@ -146,11 +174,19 @@ class Silence:
         self._silent = {node: None if at is None else now for node, at in self._silent.items()}
 
 
-def may_answer(renewed: float, now: float, *, alone: bool) -> bool:
-    """Return True if a master may tell agents that no master has given them up. `renewed` is the time at
-    which it last began to renew its term, on a clock that also counts while the host is suspended.
+class Echoes:
+    """The latest answer of this master that each node has read, as it says in its next beat on the same stream. Times
+    are those of one clock of the master that also counts while the host is suspended; there is no I/O."""
 
-    Later another master may lead. It can start nothing if no node is with it, so `alone`, while every node of the job
-    is heard by this one, the store may be away for any time.
-    """
-    return alone or now < renewed + AUTHORITY_SECONDS
+    def __init__(self) -> None:
+        self._read: dict[str, float] = {}
+
+    def heard(self, node: str, answered: float) -> None:
+        """Note that `node` has read the answer that was sent at the time `answered`; 0 for none yet."""
+        self._read[node] = max(self._read.get(node, 0.0), answered)
+
+    def age(self, now: float, renewed: float, nodes: Iterable[str], here: Container[str]) -> float:
+        """Seconds since no other master had a node: since the term was `renewed`, or since all `nodes` were with this
+        one. Those `here`, on the master's own host, are with it as long as their streams live."""
+        together = min((now if node in here else self._read.get(node, 0.0) for node in nodes), default=0.0)
+        return now - max(renewed, together)

@@ -51,7 +51,7 @@ from unirun.failover.state import (
     Verdict,
     WorkerPhase,
 )
-from unirun.failover.takeover import REJOIN_TIMEOUT, all_back, bare, take_up
+from unirun.failover.takeover import all_back, bare, take_up
 from unirun.failover.worker_failure import cut_off, exited, fall_ill, store_ended
 from unirun.values import WorkerId
 from unirun.wire.messages import Drain, Grow, Inject, Injected, PassOn, Stop
@@ -394,7 +394,7 @@ def _stop(draft: JobDraft, event: Stop, *, together: bool = False) -> None:
 def _rejoin_timed_out(draft: JobDraft) -> None:
     if not draft.state.away:
         return
-    reason = f"it did not join the new master within {REJOIN_TIMEOUT:g} s"
+    reason = "it did not join the new master in time"
     nodes_lost(draft, dict.fromkeys(sorted(draft.state.away), reason))
     if draft.state.phase is JobPhase.RUNNING:
         all_back(draft)

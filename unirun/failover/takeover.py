@@ -48,11 +48,13 @@ PAID = 1.0
 """The `WorkerState.due` of a rank whose restart was ordered before, and has been paid for: a time in the past."""
 
 REJOIN_TIMEOUT = 15.0
-"""Seconds within which every agent must join a new master."""
+"""Seconds within which every agent must join a new master on its own host, or, where the store is a file, on the head:
+they have other ways than beats to know that they are not given up (`unirun.failover.silence`)."""
 
 
-def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
-    """The `state` of the master before, as this one takes it over, and the commands that follow."""
+def resume(state: JobState, now: float, rejoin: float = REJOIN_TIMEOUT) -> tuple[JobState, list[Command]]:
+    """The `state` of the master before, as this one takes it over, and the commands that follow. Agents have `rejoin`
+    seconds to join it."""
     if state.phase in JOB_ENDS:
         return state, []
     state = on_this_clock(state, now)
@@ -65,7 +67,7 @@ def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
     if state.away or state.phase is not JobPhase.LAUNCHING:
         draft.record("master", "another master goes on with the job")
     if state.away:
-        draft.send(After(REJOIN_TIMEOUT, Due.REJOIN))
+        draft.send(After(rejoin, Due.REJOIN))
     if state.phase is JobPhase.LAUNCHING:
         # No agent could join while there was no master; and the clock may have been set in the meantime.
         limit = state.spec.join_timeout

@@ -18,13 +18,19 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from unirun.errors import RendezvousError, StoreError, UnirunError, WireError
-from unirun.failover.silence import FENCE_TIMEOUT, HEARTBEAT_INTERVAL, SILENCE_POLL_INTERVAL, UNMARKED_SECONDS
+from unirun.failover.silence import (
+    FENCE_TIMEOUT,
+    HEARTBEAT_INTERVAL,
+    KERNEL_KILL_DELAY,
+    SILENCE_POLL_INTERVAL,
+    UNMARKED_SECONDS,
+)
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.election import is_marked, job_prefix, latest_epoch
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
 from unirun.wire.address import TcpAddress
-from unirun.wire.aio import Stream, StreamServer, connect, frame_of
+from unirun.wire.aio import Stream, StreamServer, connect
 from unirun.wire.credentials import Credentials, load_credentials
 from unirun.wire.messages import Dismissed, Heartbeat
 from unirun.wire.reporting import report
@@ -58,12 +64,10 @@ class Fence:
         """A beat is sent."""
         self._sent.append(now)
 
-    def answered(self, now: float, *, sure: bool) -> None:
-        """The master has answered the oldest beat; `sure`: it may say that the node has not been given up."""
+    def answered(self, now: float, age: float) -> None:
+        """The master has answered the oldest beat: no other one had a node `age` seconds before it."""
         if self._sent:
-            began = self._sent.popleft()
-            if sure:
-                self._renew(began + FENCE_TIMEOUT, now)
+            self._renew(self._sent.popleft() - age + FENCE_TIMEOUT, now)
 
     def let_in(self, began: float, now: float) -> None:
         """A process of the job on the head, the only host where masters can run, has let this node in. The
@@ -147,13 +151,8 @@ STORE_READ_TIMEOUT = 0.9
 """Seconds in which the store must answer: a member of etcd on a dead host takes a third."""
 
 TERM_CHECK_INTERVAL = 5.0
-"""Seconds after which the store is asked again who leads, before a process is started. Another master that leads since
-the latest answer waits 15 s for this node (`unirun.failover.takeover.REJOIN_TIMEOUT`)."""
-
-KERNEL_KILL_DELAY = 0.4
-"""Seconds after the end of the fence at which the kernel kills an agent that has not done anything about it."""
-
-_BEAT = frame_of(Heartbeat())
+"""Seconds after which the store is asked again who leads, before a process on the master's host is started. Another
+master that leads since the latest answer waits longer for this node (`unirun.failover.takeover.REJOIN_TIMEOUT`)."""
 
 
 class Contact:
@@ -175,7 +174,7 @@ class Contact:
         self._store: Store | None = None
         self._fence = Fence()
         self._timer: KillTimer | None = None
-        self._heard = self._led = 0.0
+        self._heard = self._led = self._read = 0.0
 
     def begin(self, stream: Stream) -> tuple[Coroutine[Any, Any, None], ...]:
         """A stream to a master begins, with `Join`. Returns what has to run from now on."""
@@ -183,6 +182,7 @@ class Contact:
         if not stream.remote:
             return ()
         self._heard = time.monotonic()
+        self._read = 0.0
         self._fence.joins(clock())
         first = self._timer is None
         self._timer = self._timer or KillTimer()
@@ -205,7 +205,8 @@ class Contact:
 
     def answered(self, beat: Heartbeat) -> None:
         """The master has answered a beat."""
-        self._fence.answered(clock(), sure=beat.sure)
+        self._fence.answered(clock(), beat.age)
+        self._read = beat.at
         self._set_timer()
 
     async def keep(self, epoch: int, stream: Stream) -> tuple[int, Stream]:
@@ -250,7 +251,7 @@ class Contact:
     async def _beat(self, stream: Stream) -> None:
         while True:
             self._fence.beats(clock())
-            stream.send_frame(_BEAT)
+            stream.send(Heartbeat(self._read))
             await asyncio.sleep(HEARTBEAT_INTERVAL)
 
     async def _watch(self) -> None:

@@ -92,6 +92,9 @@ CANDIDATE_POLL_INTERVAL = 0.25
 CANDIDACY_DELAY = 2.0
 """Seconds to wait for the job's first master, or for one that is not known to be dead, before starting a candidate."""
 
+RENEWAL_DELAY = 1.0
+"""Seconds in which a master whose lease has expired may renew it, before another one is started."""
+
 BACKOFF_RESET_SECONDS = 10.0
 """Seconds of leadership after which the next candidate is started without delay. Masters that end sooner make the
 back-off grow."""
@@ -251,7 +254,11 @@ class Standby:
         leader = self._masters.seat.leader
         if leader is None or leader.epoch != epoch:
             raise RendezvousError(f"nobody leads in term {epoch} any more")
-        return epoch, await self._masters.reach(leader, timeout)
+        try:
+            return epoch, await self._masters.reach(leader, timeout)
+        except (RendezvousError, WireError):
+            self._masters.doubt()
+            raise
 
     async def another(self, epoch: int) -> None:
         """Wait until there is a term after `epoch`, even if its master is gone already."""
@@ -261,7 +268,7 @@ class Standby:
                 return
             if seat.known and seat.leader is None and not seat.trouble:
                 # The master hangs: its lease has expired. It is followed until there is another.
-                pause = self._start_in_turn(seat.since + CANDIDACY_DELAY, 0)
+                pause = self._start_in_turn(seat.since + RENEWAL_DELAY, 0)
             await self._masters.news(pause, eager=False)
 
     def close(self) -> None:

@@ -243,7 +243,7 @@ class SeatWatch:
         self._open, self._prefix, self._tell = open_store, prefix, tell
         self._seat = Seat()
         self._watch: Watch | None = None
-        self._eager, self._closed = threading.Event(), threading.Event()
+        self._eager, self._closed, self._doubted = (threading.Event() for _ in range(3))
         self._eager.set()
         self._thread = threading.Thread(target=self._run, name="unirun-seat", daemon=True)
         self._thread.start()
@@ -254,6 +254,11 @@ class SeatWatch:
             self._eager.set()
         else:
             self._eager.clear()
+
+    def doubt(self) -> None:
+        """Read the leader anew: the server on which the watch waits may be on a host that is gone, which is noticed
+        much later."""
+        self._doubted.set()
 
     def close(self) -> None:
         """Stop watching. Safe to call twice."""
@@ -279,11 +284,12 @@ class SeatWatch:
 
     def _follow(self, store: Store) -> None:
         below = seat_prefix(self._prefix)
+        self._doubted.clear()
         listing = store.get_prefix(below)
         values = {item.key: item.value for item in listing.items}
         self._watch = watch = store.watch(below, listing.revision + 1)
         try:
-            while not self._closed.is_set():
+            while not (self._closed.is_set() or self._doubted.is_set()):
                 epoch, leader = read_seat(self._prefix, values)
                 self._change(leader, epoch)
                 eager = leader is None or self._eager.is_set()

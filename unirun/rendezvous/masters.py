@@ -76,6 +76,11 @@ class Masters:
                 await self._changed.wait()
         self._changed.clear()
 
+    def doubt(self) -> None:
+        """Read anew who leads, as the master does not answer."""
+        if self._watch is not None:
+            self._watch.doubt()
+
     def _tell(self, seat: Seat) -> None:
         self.seat = seat
         self._changed.set()

@@ -190,10 +190,12 @@ class Appointed(Message):
 class Heartbeat(Message):
     """Says over a network, at regular intervals, that its sender is there (`unirun.failover.silence`).
 
-    The master answers each of an agent in their order. `sure`: the master leads, so nobody has given the node up.
+    The master answers each of an agent in their order: no other master had a node `age` seconds before. `at` is the
+    time of the answer, by the master's clock; the agent's next beat has it, too, and so tells what it has read.
     """
 
-    sure: bool = True
+    at: float = 0.0
+    age: float = 0.0
 
 
 class ExitAck(Message):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from unirun.failover.silence import (
-    AUTHORITY_SECONDS,
     GIVE_UP_DELAY,
     HEARTBEAT_INTERVAL,
     SILENCE_POLL_INTERVAL,
     SILENCE_TIMEOUT,
+    Echoes,
     Silence,
-    may_answer,
 )
 
 START = 100.0
@@ -89,9 +88,9 @@ def test_a_mark_of_a_node_that_is_back_means_nothing() -> None:
 
 def test_the_loss_of_a_rack_is_one_decision() -> None:
     """Its power fails at once; the last beats of its nodes came within one period."""
-    watched = Watched(n0=0.0, n1=0.4, n2=1.4)
+    watched = Watched(n0=0.0, n1=0.4, n2=0.9)
     found = [(when, lost) for when, (_, lost, _) in watched.until(20.0) if lost]
-    assert found == [(8.25, ("n0", "n1", "n2"))]
+    assert found == [(7.75, ("n0", "n1", "n2"))]
 
 
 def test_a_node_that_is_silent_does_not_wait_for_ever_for_others() -> None:
@@ -142,7 +141,15 @@ def test_a_node_is_silent_until_it_is_back_or_forgotten() -> None:
     assert not watched.silence.is_silent("n1")
 
 
-def test_a_master_answers_as_long_as_no_other_can_have_given_nodes_up() -> None:
-    assert may_answer(10.0, 10.0 + AUTHORITY_SECONDS - 0.1, alone=False)
-    assert not may_answer(10.0, 10.0 + AUTHORITY_SECONDS, alone=False)
-    assert may_answer(10.0, 1000.0, alone=True)
+class TestTheAgeOfAnAnswer:
+    def test_it_counts_from_the_renewal_of_the_term(self) -> None:
+        assert Echoes().age(12.0, 10.0, ["n0"], ()) == 2.0
+
+    def test_it_counts_from_when_all_nodes_were_with_this_master_if_that_is_later(self) -> None:
+        echoes = Echoes()
+        echoes.heard("n0", 98.0)
+        echoes.heard("n1", 99.0)
+        echoes.heard("n1", 0.0)
+        assert echoes.age(100.0, 10.0, ["n0", "n1"], ()) == 2.0
+        assert echoes.age(100.0, 10.0, ["n0", "n1", "n2"], ()) == 90.0
+        assert echoes.age(100.0, 10.0, ["n0", "n1", "n2"], ["n2"]) == 2.0

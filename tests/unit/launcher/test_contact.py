@@ -331,8 +331,10 @@ def test_a_mark_is_that_of_one_node(harness: ContactHarness) -> None:
 
 
 def test_a_beat_has_time_in_which_an_agent_may_miss_one_and_connect_anew() -> None:
-    """A cable that is out for three seconds: the beat that was answered last may be one period old by then."""
-    assert silence.HEARTBEAT_INTERVAL + 3.0 + contacts.RECONNECT_TIMEOUT < silence.FENCE_TIMEOUT
+    """A cable that is out for three seconds: the beat that was answered last may be one period old by then, and the
+    proof in its answer as old as the term."""
+    proof = silence.HEARTBEAT_INTERVAL + silence.LEASE_SECONDS / 3
+    assert proof + 3.0 + contacts.RECONNECT_TIMEOUT < silence.FENCE_TIMEOUT
     assert (
         silence.HEARTBEAT_INTERVAL + contacts.RECONNECT_TIMEOUT
         < silence.FENCE_TIMEOUT - contacts.MASTER_RECEIVE_TIMEOUT

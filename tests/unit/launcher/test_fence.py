@@ -35,7 +35,7 @@ def test_an_agent_that_is_never_answered_ends_its_workers() -> None:
 def test_an_answer_counts_from_when_the_beat_was_sent() -> None:
     fence = joined()
     fence.beats(START + 1.5)
-    fence.answered(START + 5.0, sure=True)
+    fence.answered(START + 5.0, 0.0)
     assert fence.until == START + 1.5 + FENCE_TIMEOUT
 
 
@@ -43,26 +43,26 @@ def test_answers_belong_to_the_beats_in_their_order() -> None:
     fence = joined()
     for when in (1.0, 2.0, 3.0):
         fence.beats(START + when)
-    fence.answered(START + 4.0, sure=True)
+    fence.answered(START + 4.0, 0.0)
     assert fence.until == START + 1.0 + FENCE_TIMEOUT
-    fence.answered(START + 4.0, sure=True)
+    fence.answered(START + 4.0, 0.0)
     assert fence.until == START + 2.0 + FENCE_TIMEOUT
 
 
-def test_an_answer_of_a_master_that_is_not_sure_renews_nothing() -> None:
+def test_an_answer_proves_less_the_older_the_proof_of_the_master_is() -> None:
     fence = joined()
     fence.beats(START + 1.0)
     fence.beats(START + 2.0)
-    fence.answered(START + 3.0, sure=False)
+    fence.answered(START + 3.0, 30.0)
     assert fence.until == START + FENCE_TIMEOUT
-    fence.answered(START + 3.0, sure=True)
-    assert fence.until == START + 2.0 + FENCE_TIMEOUT
+    fence.answered(START + 3.0, 0.5)
+    assert fence.until == START + 1.5 + FENCE_TIMEOUT
 
 
 def test_an_agent_that_was_stopped_is_not_saved_by_what_waits_in_its_sockets() -> None:
     fence = joined()
     fence.beats(START + 1.0)
-    fence.answered(START + 60.0, sure=True)
+    fence.answered(START + 60.0, 0.0)
     fence.let_in(START + 60.0, START + 60.0)
     fence.unmarked(START + 60.0, START + 60.0)
     assert fence.over(START + 60.0)
@@ -74,13 +74,13 @@ def test_another_stream_begins_with_beats_of_its_own_and_renews_nothing_itself()
     fence.joins(START + 4.0)
     assert fence.until == START + FENCE_TIMEOUT
     fence.beats(START + 4.0)
-    fence.answered(START + 4.1, sure=True)
+    fence.answered(START + 4.1, 0.0)
     assert fence.until == START + 4.0 + FENCE_TIMEOUT
 
 
 def test_an_answer_without_a_beat_means_nothing() -> None:
     fence = joined()
-    fence.answered(START + 1.0, sure=True)
+    fence.answered(START + 1.0, 0.0)
     assert fence.until == START + FENCE_TIMEOUT
 
 
@@ -103,7 +103,7 @@ def test_it_is_quiet_since_the_latest_proof() -> None:
     assert fence.quiet_for(START) == 0.0
     fence.joins(START)
     fence.beats(START + 1.0)
-    fence.answered(START + 1.2, sure=True)
+    fence.answered(START + 1.2, 0.0)
     assert fence.quiet_for(START + 3.0) == 2.0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.waiting import WAIT_TIMEOUT
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import StoreAway
 from unirun.rendezvous import election as seat_module
 from unirun.rendezvous.election import Leader, Seat, SeatWatch, campaign, job_prefix, seat_prefix
@@ -114,6 +114,15 @@ def test_seat_watches_of_many_agents_read_the_store_once_each(store: MemoryStore
     for watch in watches:
         watch.close()
     assert {tuple(each.asked) for each in stores} == {("get_prefix", "watch", "close")}
+
+
+def test_a_seat_watch_that_is_doubted_reads_the_store_anew(store: MemoryStore) -> None:
+    recorded, counted = RecordedSeats(), Counted(store)
+    watch = SeatWatch(lambda: counted, JOB, recorded)
+    recorded.until(lambda seat: seat.known)
+    watch.doubt()
+    eventually(lambda: counted.asked.count("get_prefix") == 2)
+    watch.close()
 
 
 def test_a_calm_seat_watch_reports_another_leader_a_little_later(

@@ -14,15 +14,16 @@ from unirun.failover.silence import (
     HEARTBEAT_INTERVAL,
     SILENCE_POLL_INTERVAL,
     SILENCE_TIMEOUT,
+    Echoes,
     Silence,
-    may_answer,
 )
+from unirun.failover.takeover import REJOIN_TIMEOUT
 from unirun.launcher.master.writer import StateWriter
 from unirun.rendezvous.election import Term
 from unirun.wire.aio import Stream, frame_of
 from unirun.wire.messages import Heartbeat
 
-_SURE, _UNSURE = frame_of(Heartbeat()), frame_of(Heartbeat(sure=False))
+_BEAT = frame_of(Heartbeat())
 
 OWNER_TIMEOUT = 60.0
 """Seconds in which the command that owns the job attaches to a master, and after which a command that beats and has
@@ -47,6 +48,9 @@ class HeartbeatMonitor:
         self._term, self._writer, self._agents = term, writer, agents
         self._say, self._lose = say, lose
         self._silence = Silence(time.monotonic())
+        self._echoes = Echoes()
+        # The running time at which the first node has joined.
+        self._joined: float | None = None
         self._origins: dict[str, str] = {}
         self._watchers: dict[Stream, float] = {}
         self._looking: asyncio.Task[None] | None = None
@@ -82,18 +86,20 @@ class HeartbeatMonitor:
         """The agent of `node` is gone."""
         self._silence.forget(node)
 
-    def answer(self, node: str, stream: Stream) -> None:
+    def joined(self) -> None:
+        """Note that a node has joined this master."""
+        if self._joined is None:
+            self._joined = self._running_time()
+
+    def answer(self, node: str, stream: Stream, beat: Heartbeat) -> None:
         """Answer the beat of the agent of `node`."""
         self._silence.heard(node, time.monotonic())
         self._origins[node] = stream.origin
-        now = time.clock_gettime(time.CLOCK_BOOTTIME)
-        sure = may_answer(self._term.renewed, now, alone=False) or self._alone()
-        stream.send_frame(_SURE if sure else _UNSURE)
-
-    def _alone(self) -> bool:
-        """Return True if no node can be with another master."""
-        state = self._writer.certain
-        return all(self.hears(node) for node in state.nodes if not state.given_up(node))
+        self._echoes.heard(node, beat.at)
+        now, state = time.clock_gettime(time.CLOCK_BOOTTIME), self._writer.certain
+        nodes = [each for each in state.nodes if not state.given_up(each)]
+        here = [each for each in self._agents if not self._silence.watches(each)]
+        stream.send(Heartbeat(now, self._echoes.age(now, self._term.renewed, nodes, here)))
 
     def follow(self, watcher: Stream) -> None:
         """A command has sent a beat. It gets some, until it is silent for `OWNER_TIMEOUT`."""
@@ -105,22 +111,31 @@ class HeartbeatMonitor:
 
     def after(self, delay: float, event: Event, apply: Callable[[Event], object]) -> None:
         """Apply `event` in `delay` seconds. If nodes have to join in that time, it does not count while this master
-        does not run; and those of another master are marked `GIVE_UP_DELAY` seconds before they are given up."""
-        loop, end = asyncio.get_running_loop(), self._running_time() + delay
+        does not run. For those of another master it begins when the first node has joined, if that comes in time, and
+        they are marked `GIVE_UP_DELAY` seconds before they are given up."""
+        loop, began = asyncio.get_running_loop(), self._running_time()
+
+        def left() -> float:
+            if event is not Due.REJOIN:
+                return began + delay - self._running_time()
+            end = began + max(delay, REJOIN_TIMEOUT) if self._joined is None else self._joined + delay
+            return end - GIVE_UP_DELAY - self._running_time()
 
         def due() -> None:
             if self._looking is None or event not in (Due.JOIN, Due.REJOIN):
                 apply(event)
                 return
             self._look()
-            if (left := end - self._running_time()) > 0.001:
-                loop.call_later(left + 0.001, due)
+            if (rest := left()) > 0.001:
+                # Another node may be the first to join meanwhile.
+                loop.call_later(min(rest, SILENCE_POLL_INTERVAL) + 0.001, due)
             elif event is Due.REJOIN and (away := sorted(self._writer.certain.away)):
                 self._writer.mark(away, partial(loop.call_later, GIVE_UP_DELAY, apply, event))
             else:
                 apply(event)
 
-        loop.call_later(delay, due)
+        looks = self._looking is not None and event is Due.REJOIN
+        loop.call_later(max(0.0, delay - GIVE_UP_DELAY) if looks else delay, due)
 
     async def _look_on(self) -> None:
         beat = 0.0
@@ -157,7 +172,7 @@ class HeartbeatMonitor:
                 del self._watchers[watcher]
                 watcher.abort()
             else:
-                watcher.send_frame(_SURE)
+                watcher.send_frame(_BEAT)
 
     def _running_time(self) -> float:
         """Seconds, without those in which the master did not run."""

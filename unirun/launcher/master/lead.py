@@ -25,10 +25,10 @@ from unirun.failover.crashes import (
     record_crash,
     report_of,
 )
-from unirun.failover.silence import AUTHORITY_SECONDS
+from unirun.failover.silence import LEASE_SECONDS, REJOIN_SECONDS
 from unirun.failover.state import JOB_ENDS, JobPhase, Verdict
 from unirun.failover.step import step
-from unirun.failover.takeover import resume
+from unirun.failover.takeover import REJOIN_TIMEOUT, resume
 from unirun.launcher.master.shell import Core, Master
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.election import campaign, job_prefix, leader_of
@@ -38,7 +38,7 @@ from unirun.wire.address import Address, UnixAddress
 from unirun.wire.credentials import load_credentials
 from unirun.wire.sockets import listen, tcp_address
 
-TERM_TTL = AUTHORITY_SECONDS
+TERM_TTL = LEASE_SECONDS
 """Seconds after which a master that hangs is not the leader any more; one that is dead is deposed at once."""
 
 
@@ -97,21 +97,23 @@ def _lead(
         problem = f"the store has no context of this job {job.run_id}"
         raise JobError(problem, "it was removed, or another job has taken its id")
     job.forget_first_context()
-    core = _core(read_crashes(store, job.run_id), job)
+    # Only agents with a store that all hosts read depend on beats alone.
+    rejoin = REJOIN_SECONDS if tcp and job.shared_store else REJOIN_TIMEOUT
+    core = _core(read_crashes(store, job.run_id), job, rejoin)
     master = Master(
         job, state, term, contexts, listeners, core, partial(record_crash, store, job.run_id, term)
     )
     asyncio.run(master.run(agents))
 
 
-def _core(crashes: tuple[Crash, ...], job: JobDir) -> Core:
-    """The core that decides in this term.
+def _core(crashes: tuple[Crash, ...], job: JobDir, rejoin: float) -> Core:
+    """The core that decides in this term; agents have `rejoin` seconds to join.
 
     A job is ended, and not led any more, when one error has ended too many of its masters.
     """
     crash = fatal(crashes)
     if crash is None:
-        return Core(resume, step)
+        return Core(partial(resume, rejoin=rejoin), step)
     report = report_of(crash, str(job.master_log))
     verdict = Verdict(JobPhase.FAILED, EXIT_FAILURE, reason_of(crash), report=report)
     # What it does has been decided by those crashes, which are in the store; and the error may be one of writing.

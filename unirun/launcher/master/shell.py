@@ -631,6 +631,8 @@ class Master:
                 # The node has another agent. If only the stream were closed, this one would connect again.
                 del self._agents[join.node]
                 too_late = True
+            if not too_late:
+                self._beats.joined()
             if too_late:
                 stream.send(Shutdown())
             elif self._shutdown is not None:
@@ -640,7 +642,7 @@ class Master:
                 if self._agents.get(join.node) is not stream or too_late:
                     continue
                 if isinstance(message, Heartbeat):
-                    self._beats.answer(join.node, stream)
+                    self._beats.answer(join.node, stream, message)
                 elif isinstance(message, Sample):
                     self._memory.update(message.memory)
                     self._cpu.update(message.cpu)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import ssl
@@ -337,6 +338,10 @@ _OPTIONS = (
 _MEMBERS_RETRY_INTERVAL = 0.05
 """Seconds before all members are tried again."""
 
+_GREETING_PATIENCE, _CALL_PATIENCE = 0.5, 1.0
+"""Seconds that a member has at first, in a search and in a call, before another one is tried: its host may be gone.
+Each further attempt has twice as long, as all members may be slow."""
+
 
 RANGE, TXN = "KV/Range", "KV/Txn"
 GRANT, REVOKE = "Lease/LeaseGrant", "Lease/LeaseRevoke"
@@ -378,7 +383,7 @@ class Cluster:
         self._channels_lock = threading.Lock()
         self._troubles: dict[str, str] = {}
         """The last error of each member that did not answer."""
-        self._order = list(address.endpoints)
+        self._order = sorted(address.endpoints, key=lambda endpoint: not _is_here(endpoint))
         self._member: str | None = None
         self._token: str | None = None
         self._closed = False
@@ -390,12 +395,12 @@ class Cluster:
         A request that is not `repeatable` is sent once, and raises `OutcomeUnknown` when it is not answered.
         """
         deadline = time.monotonic() + self.address.timeout
-        logins = 0
+        logins, patience = 0, _CALL_PATIENCE
         while True:
             member = self.connect(deadline)
             token = self._token
             try:
-                return self._send(member, method, request, self._share(deadline, repeatable))
+                return self._send(member, method, request, self._share(deadline, repeatable, patience))
             except grpc.RpcError as error:
                 verdict = judge(error)
                 if verdict == "logged out" and self._login and not logins:
@@ -408,6 +413,7 @@ class Cluster:
                     raise self._unknown(member, error) from error
                 else:
                     self.leave(member, error)
+                    patience *= 2
 
     def connect(self, deadline: float | None = None) -> str:
         """Return a member that answers and has a quorum: the last one, or one found now. Raises `StoreError`."""
@@ -462,6 +468,7 @@ class Cluster:
 
     def _find(self, deadline: float) -> str:
         """Try the members in turn. Raises `StoreAway` at the deadline, `StoreRefused` at once."""
+        patience = _GREETING_PATIENCE
         while True:
             order = tuple(self._order)
             for number, endpoint in enumerate(order):
@@ -470,7 +477,8 @@ class Cluster:
                 if left <= 0:
                     raise self._away()
                 try:
-                    self._greet(endpoint, left / (len(order) - number))
+                    share = left / (len(order) - number)
+                    self._greet(endpoint, min(share, patience) if len(order) > 1 else share)
                     self._troubles.pop(endpoint, None)
                     return endpoint
                 except grpc.RpcError as error:
@@ -484,6 +492,7 @@ class Cluster:
                 if refused:
                     raise refused
             time.sleep(_MEMBERS_RETRY_INTERVAL)
+            patience *= 2
 
     def _greet(self, endpoint: str, timeout: float) -> None:
         """Log in, and read under our prefix: this needs a quorum and permission."""
@@ -512,10 +521,10 @@ class Cluster:
                 if left == 0.0:
                     raise self._closed_under_us() from error
 
-    def _share(self, deadline: float, repeatable: bool) -> float:
-        """Seconds for one member: half of the remaining time when another one can be tried after it."""
+    def _share(self, deadline: float, repeatable: bool, patience: float) -> float:
+        """Seconds for one member: half of the remaining time at most when another one can be tried after it."""
         left = max(0.001, deadline - time.monotonic())
-        return left / 2 if repeatable and len(self._order) > 1 else left
+        return min(left / 2, patience) if repeatable and len(self._order) > 1 else left
 
     def _channel(self, member: str) -> grpc.Channel:
         with self._channels_lock:
@@ -571,6 +580,19 @@ class Cluster:
             f"etcd at {member} has not answered a write: {_say(error)}",
             "read back whether it was done",
         )
+
+
+def _is_here(endpoint: str) -> bool:
+    """Return True if the address of a member is one of this host: that member does not go away without this host."""
+    host = endpoint.rpartition(":")[0].strip("[]")
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            address = ipaddress.ip_address(host)
+            probe.bind((str(address), 0))
+    except (OSError, ValueError):
+        # Also a name: looking it up may take long.
+        return False
+    return True
 
 
 def _say(error: grpc.RpcError) -> str:

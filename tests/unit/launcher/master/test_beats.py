@@ -55,9 +55,11 @@ def n0(tmp_path: Path, harness: MasterHarness) -> Credentials:
     return credentials_in(tmp_path / "n0", harness.token, "n0")
 
 
-async def answer(stream: Stream) -> Message:
-    stream.send(Heartbeat())
-    return (await receive_until(stream, Heartbeat))[-1]
+async def answer(stream: Stream, read: float = 0.0) -> Heartbeat:
+    stream.send(Heartbeat(read))
+    told = (await receive_until(stream, Heartbeat))[-1]
+    assert isinstance(told, Heartbeat)
+    return told
 
 
 def texts(told: list[Message]) -> list[str]:
@@ -68,19 +70,22 @@ class TestAnAnswer:
     def test_each_beat_of_an_agent_is_answered(self, harness: MasterHarness, n0: Credentials) -> None:
         async def others() -> None:
             agent = await harness.agent(n0)
-            assert [await answer(agent) for _ in range(3)] == [Heartbeat()] * 3
+            assert [(await answer(agent)).age < 1.0 for _ in range(3)] == [True] * 3
             await end_well(agent)
 
         assert harness.run(others) == []
 
-    def test_a_master_whose_term_is_old_is_sure_while_all_nodes_are_with_it(
+    def test_a_master_whose_term_is_old_is_sure_while_all_nodes_read_its_answers(
         self, harness: MasterHarness, n0: Credentials
     ) -> None:
         harness.term.renewed = 0.0
 
         async def others() -> None:
             agent = await harness.agent(n0)
-            assert await answer(agent) == Heartbeat()
+            first = await answer(agent)
+            assert first.age == first.at
+            second = await answer(agent, first.at)
+            assert second.age == second.at - first.at
             await end_well(agent)
 
         assert harness.run(others) == []
@@ -91,9 +96,10 @@ class TestAnAnswer:
 
         async def others() -> None:
             agent = await harness.greet(harness.model.join("n0"), n0)
-            assert await answer(agent) == Heartbeat()
+            first = await answer(agent)
             harness.term.renewed = 0.0
-            assert await answer(agent) == Heartbeat(sure=False)
+            second = await answer(agent, first.at)
+            assert second.age == second.at
             await agent.close()
 
         assert harness.run(others) == []

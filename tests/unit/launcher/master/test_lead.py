@@ -22,11 +22,9 @@ from unirun.failover.context_store import ContextStore, load
 from unirun.failover.crashes import MAX_MASTERS_PER_ERROR, Crash, record_crash
 from unirun.failover.state import Commits, JobPhase, JobState, PendingCommit
 from unirun.failover.step import step
-from unirun.failover.takeover import resume
 from unirun.launcher.master import __main__ as process
 from unirun.launcher.master import lead as leading
 from unirun.launcher.master.lead import TERM_TTL, lead
-from unirun.launcher.master.shell import Core
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.election import Leader, Term, campaign, leader_of
 from unirun.rendezvous.store.protocol import Store
@@ -225,7 +223,7 @@ class TestALaterMaster:
     def test_a_later_master_ends_a_job_that_has_ended_too_many_masters(self, job_on_disk: JobOnDisk) -> None:
         term = job_on_disk.has(replace(a_job().state, phase=JobPhase.RUNNING))
         crash = Crash(1, 0.5, "KeyError in step", "KeyError: 'x'", ("Join",), "Traceback")
-        assert not leading._core((crash,) * MAX_MASTERS_PER_ERROR, job_on_disk.job).writes_first, (
+        assert not leading._core((crash,) * MAX_MASTERS_PER_ERROR, job_on_disk.job, 15.0).writes_first, (
             "the error may be one of writing"
         )
         for _ in range(MAX_MASTERS_PER_ERROR):
@@ -239,7 +237,7 @@ class TestALaterMaster:
         assert f"log: {job_on_disk.job.master_log}" in state.verdict.report
 
     def test_a_later_master_goes_on_when_errors_have_ended_few(self, job_on_disk: JobOnDisk) -> None:
-        assert leading._core((), job_on_disk.job) == Core(resume, step)
+        assert leading._core((), job_on_disk.job, 15.0).step is step
         term = job_on_disk.has(stopped())
         record_crash(
             job_on_disk.store, "job-1", term, Crash(1, 0.5, "KeyError", "KeyError: 'x'", (), "Traceback")

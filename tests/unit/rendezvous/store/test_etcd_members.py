@@ -1,0 +1,16 @@
+"""The order in which the members of etcd are tried."""
+
+from __future__ import annotations
+
+import pytest
+
+from unirun.rendezvous.store._etcd_cluster import Cluster
+from unirun.rendezvous.store.protocol import EtcdAddress
+
+
+@pytest.mark.parametrize("own", ["127.0.0.1:2379", "[::1]:2379"])
+def test_a_member_on_this_host_is_tried_first(own: str) -> None:
+    others = ("192.0.2.1:2379", "member.invalid:2379")
+    cluster = Cluster(EtcdAddress((*others, own)), None)
+    assert cluster._order == [own, *others]
+    cluster.close()
