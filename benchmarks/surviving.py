@@ -1,9 +1,14 @@
 """The ranks of the jobs that lose some of them, for `benchmarks.suites.failover`.
 
-    surviving.py POINTS resilient           a resilient script: an all_reduce every 10 ms, in each generation
+    surviving.py POINTS resilient     a resilient function: an all_reduce every 10 ms, in each generation
+    surviving.py POINTS steps         the same with steps of 50 ms, each of which it saves
+    surviving.py POINTS checkpoints   a plain script with such steps, and a checkpoint after each hundredth
+    surviving.py POINTS hang          a plain script; at its fiftieth step, rank 1 does not come to the all_reduce
+    surviving.py POINTS reports       the µs of processor time that a report of progress takes, as the only line
 
-`Member` and `Driver` are the same for workloads. As in `benchmarks.ranks`, each rank appends a line to the file POINTS
-when it is past the first all_reduce of a generation.
+`Member` and `Driver` are the first for workloads. As in `benchmarks.ranks`, each rank appends a line to the file POINTS
+when it is past the first all_reduce of a generation. With steps, rank 0 appends a line for each to the file ``steps``
+beside it: the generation, the number of steps that are done, and the time.
 """
 
 from __future__ import annotations
@@ -11,8 +16,10 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 import unirun
@@ -24,10 +31,23 @@ STEPS = 20
 """The all_reduces of one call."""
 
 
+LONG_STEP_SECONDS, CHECKPOINT_STEPS = 0.05, 100
+
+HANGS_AT = 50
+"""The step at which a rank hangs: it has run for half a second."""
+
+REPORTS = 100_000
+
+
 def note(points: str, generation: int) -> None:
-    """Append one line with one write, so that lines of several processes stay whole."""
-    line = f"{os.environ['RANK']} {generation} {os.getpid()} {time.time():.6f}\n"
-    file = os.open(points, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    """Append a point."""
+    write(points, os.environ["RANK"], generation, os.getpid())
+
+
+def write(path: str, *values: object) -> None:
+    """Append one line with the time, with one write, so that lines of several processes stay whole."""
+    line = " ".join([*map(str, values), f"{time.time():.6f}"]) + "\n"
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(file, line.encode())
     os.close(file)
 
@@ -52,7 +72,7 @@ class Member(BaseWorkload):
 
 
 class Driver(BaseTrainer):
-    """Lets the members step, whoever dies. It writes a point to a file of its own when its first call has come back."""
+    """Lets the members step, whoever dies. It writes a point to a file of its own when `fit` begins."""
 
     def is_recoverable(self) -> bool:
         """Return True: there is no state to lose."""
@@ -63,15 +83,10 @@ class Driver(BaseTrainer):
 
     def fit(self) -> None:
         """Call for ever."""
-        incarnation, told = int(os.environ["UNIRUN_INCARNATION"]), False
+        note(self.config.fits, int(os.environ["UNIRUN_INCARNATION"]))
         while True:
-            try:
+            with suppress(WorkerLost):
                 self.RG_MEMBER.step()
-            except WorkerLost:
-                continue
-            if not told:
-                note(self.config.fits, incarnation)
-                told = True
 
 
 def job(home: Path, max_restarts: int) -> dict[str, object]:
@@ -86,8 +101,7 @@ def job(home: Path, max_restarts: int) -> dict[str, object]:
     }
 
 
-@unirun.resilient
-def train(state: unirun.ResilientState, points: str) -> None:
+def resilient(state: unirun.ResilientState, points: str) -> None:
     """Form the group of this generation and train."""
     dist.init_process_group("gloo")
     meet()
@@ -97,5 +111,70 @@ def train(state: unirun.ResilientState, points: str) -> None:
         meet()
 
 
+def steps(state: unirun.ResilientState, points: str) -> None:
+    """Train from the step that was saved last."""
+    dist.init_process_group("gloo")
+    meet()
+    note(points, state.generation)
+    done = state.load().get("done", 0)
+    while True:
+        step(points, state.generation, done)
+        done += 1
+        state.save(done=done)
+
+
+def checkpoints(points: str) -> None:
+    """Train from the step of the last checkpoint."""
+    dist.init_process_group("gloo")
+    meet()
+    generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    note(points, generation)
+    checkpoint = Path(points).with_name("checkpoint.pt")
+    done = torch.load(checkpoint)["done"] if checkpoint.exists() else 0
+    while True:
+        step(points, generation, done)
+        done += 1
+        if done % CHECKPOINT_STEPS == 0 and dist.get_rank() == 0:
+            torch.save({"done": done}, checkpoint)
+
+
+def step(points: str, generation: int, done: int) -> None:
+    """Run the step that follows `done` ones."""
+    if dist.get_rank() == 0:
+        write(str(Path(points).with_name("steps")), generation, done)
+    time.sleep(LONG_STEP_SECONDS)
+    meet()
+
+
+def hang(points: str) -> None:
+    """Train until rank 1 hangs; after the restart, for ever."""
+    dist.init_process_group("gloo")
+    meet()
+    generation, done = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), 0
+    note(points, generation)
+    while True:
+        unirun.progress(done)
+        if (generation, dist.get_rank(), done) == (0, 1, HANGS_AT):
+            write(f"{points}.hangs")
+            time.sleep(600)
+        time.sleep(STEP_SECONDS)
+        meet()
+        done += 1
+
+
+def reports(points: str) -> None:
+    """Measure `unirun.progress`."""
+    began = time.thread_time()
+    for number in range(REPORTS):
+        unirun.progress(number)
+    Path(points).write_text(f"{(time.thread_time() - began) / REPORTS * 1e6}\n")
+
+
+PLAIN = {"checkpoints": checkpoints, "hang": hang, "reports": reports}
+RESILIENT = {"resilient": resilient, "steps": steps}
+
 if __name__ == "__main__":
-    train(sys.argv[1])
+    if sys.argv[2] in PLAIN:
+        PLAIN[sys.argv[2]](sys.argv[1])
+    else:
+        unirun.resilient(RESILIENT[sys.argv[2]])(sys.argv[1])
