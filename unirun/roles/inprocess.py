@@ -8,10 +8,9 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
-from omegaconf import DictConfig, OmegaConf
 
 from unirun.errors import ChannelError
 from unirun.roles.calls.caller import Caller
@@ -33,6 +32,10 @@ from unirun.roles.workload import BaseTrainer, BaseWorkload, MasterHandle, bind
 from unirun.values import WorkerId
 from unirun.wire.messages import RoleBrief, RoleView, View, Welcome, WorkerView
 from unirun.wire.reports import Listening, Message, Serving
+
+if TYPE_CHECKING:
+    # Its import takes a tenth of a second, also in scripts that need none of it.
+    from omegaconf import DictConfig
 
 # Calls between threads of one process, for tests and notebooks. Values are copied as on every other transport.
 
@@ -139,6 +142,8 @@ def run_in_process(
     names its roles. There are no process groups (torch has one per process), no restarts, and no environment per role.
     Raises what `setup`, `init` or `fit` raises.
     """
+    from omegaconf import OmegaConf
+
     workers: list[_Worker] = []
     settings = OmegaConf.create(dict(config or {}))
     job = _Job(workloads, json.dumps(OmegaConf.to_container(settings), default=str))

@@ -7,15 +7,17 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
-
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from unirun.errors import UsageError
 from unirun.roles.calls.group import RoleGroup, WorkerHandle, trainer_invocation
 from unirun.roles.context import Context
 from unirun.wire.frames import finite
 from unirun.wire.reports import Metrics
+
+if TYPE_CHECKING:
+    # Its import takes a tenth of a second, also in scripts that need none of it.
+    from omegaconf import DictConfig
 
 MAX_STATE = 8 << 20
 """Bytes that one rank may save."""
