@@ -20,7 +20,6 @@ from typing import (
     overload,
 )
 
-from unirun.collocation.graph import show_ranks
 from unirun.errors import UsageError
 from unirun.roles.calls.call import InvocationRef, Method, wait
 from unirun.roles.calls.caller import Caller
@@ -264,6 +263,9 @@ class RoleGroup(_Workers):
         return self._worker_handles[rank]
 
     def __repr__(self) -> str:
+        # Imported here: with the planner it is a third of what a rank imports that starts again.
+        from unirun.collocation.graph import show_ranks
+
         return f"<role group {self.role} with rank{'s' * (len(self) > 1)} {show_ranks(self._own_ranks)}>"
 
 
