@@ -415,6 +415,7 @@ class Agent:
                 self._tell(message)
             case events.ToSpawner(key, message):
                 if key in self._spawners:
+                    self._wake(key)
                     self._spawners[key][0].send(message)
             case events.StartSpawner(key):
                 self._start_spawner(key)
@@ -615,6 +616,10 @@ class Agent:
         finally:
             await stream.close()
 
+    def _wake(self, key: SpawnerKey) -> None:
+        """Let a spawner go on that somebody has stopped (SIGSTOP): it has something to do."""
+        self._spawners[key][1].send_signal(signal.SIGCONT)
+
     def _reserve(self, order: Reserve) -> None:
         try:
             self._tell(self._orders.place(self._ports, order))
@@ -676,6 +681,9 @@ class Agent:
                 else:
                     self._apply(events.LinkMessage(worker.id, masked(message, self._mask)))
         except WireError:
+            if worker.spawner in self._spawners:
+                # It has to report the end of the worker.
+                self._wake(worker.spawner)
             self._apply(events.LinkClosed(worker.id))
         finally:
             self._links[worker.id].discard(link)

@@ -35,11 +35,15 @@ class ForkedSpawner:
         self._collecting = threading.Lock()
         self._code: int | None = None
 
-    def kill(self) -> None:
-        """SIGKILL."""
+    def send_signal(self, signum: int) -> None:
+        """Send a signal, unless the process has ended."""
         with self._collecting, contextlib.suppress(ProcessLookupError):
             if self._code is None:
-                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+                signal.pidfd_send_signal(self._handle, signum)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the exit code, negative for a signal. Raises `subprocess.TimeoutExpired`."""

@@ -342,6 +342,10 @@ class Processes:
                 self._wait(pid, 0.0)
         collect_orphans({*self._agents, self._first or 0})
 
+    def wake_agents(self) -> None:
+        """Let agents go on that somebody has stopped (SIGSTOP), as the job is to end."""
+        self._signal(signal.SIGCONT)
+
     def stop_agents(self) -> None:
         """Let the agents end their workers and themselves."""
         if not self._stopping:
@@ -420,6 +424,10 @@ class JobProcesses(Protocol):
 
     def reap(self) -> None:
         """Leave no zombie of an agent that is gone while the job goes on without it."""
+        ...
+
+    def wake_agents(self) -> None:
+        """Let agents go on that somebody has stopped (SIGSTOP), as the job is to end."""
         ...
 
     def stop_agents(self) -> None:

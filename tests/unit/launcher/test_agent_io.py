@@ -105,6 +105,9 @@ class FakeChild:
 
     pid = NO_PID
 
+    def send_signal(self, signum: int) -> None:
+        """It runs, or has ended."""
+
     def kill(self) -> None:
         """It has ended."""
 
@@ -215,7 +218,7 @@ class AgentIo(RuleBasedStateMachine):
         if borrowed:
             told, self.tells = os.pipe()
             sock, self.spawner = await pair()
-            lent = Borrowed(sock, os.open("/dev/null", os.O_RDONLY), told)
+            lent = Borrowed(sock, os.pidfd_open(os.getpid()), told)
             self.agent._background(self.agent._follow_spawner(self.KEY, sock, lent))
         else:
             self.agent._start_spawner(self.KEY)

@@ -429,6 +429,7 @@ class JobFollower:
                 self._over.set()
                 return
             self._stop(Stop(int(signum), f"got {signum.name}"))
+            self._processes.wake_agents()
             if self._requests.urgent and self._forcing is None:
                 self._forcing = loop.create_task(self._force())
             self._console.note(self._requests.answer(signum.name, self._spec.shutdown_timeout))

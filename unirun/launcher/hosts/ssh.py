@@ -331,6 +331,9 @@ class RemoteProcesses:
     def reap(self) -> None:
         """There are no children."""
 
+    def wake_agents(self) -> None:
+        """Do nothing: a stopped agent of another host is given up."""
+
     def stop_agents(self) -> None:
         """They are out of reach: when this command is gone, their master ends them."""
 

@@ -153,10 +153,14 @@ class Borrowed:
     def __init__(self, stream: socket.socket, handle: int, told: int) -> None:
         self.socket, self._handle, self._told = stream, handle, told
 
+    def send_signal(self, signum: int) -> None:
+        """Send a signal, unless the process has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, signum)
+
     def kill(self) -> None:
         """SIGKILL."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the exit code, negative for a signal, which the guard sends after clean-up. Raises
