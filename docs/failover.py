@@ -1,4 +1,7 @@
-"""Writes the table of consequences in failover.md, made of decisions of `unirun.failover.policy` (``make docs``)."""
+"""Writes the tables in failover.md: consequences, and failures by part, fault and moment (``make docs``).
+
+Both are made of decisions of `unirun.failover.policy`. `tests/sim/test_matrix.py` lets each of these failures happen.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from unirun.failover.state import Ranks, RoleState, WorkerPhase, WorkerState
 
 BEGIN = "<!-- the table is made by docs/failover.py from failover/policy.py; do not edit it -->"
 END = "<!-- the end of the table -->"
+MATRIX_BEGIN = "<!-- this table is made by docs/failover.py, too -->"
+MATRIX_END = "<!-- the end of the second table -->"
 
 LIMIT, JOB = Budget(3), Budget(1)
 SPENT = Budget(3, 3)
@@ -54,7 +59,11 @@ CASES: tuple[Case, ...] = (
     ("a rank whose port another process has", replace(ENDED, taken=True), {}),
     ("a node", NODE, {}),
     ("nothing: a node is drained", replace(NODE, what="node n1 is drained", asked=True), {}),
-    ("the rendezvous store, before all have met", Loss("the store of role ROLE is gone", "ROLE"), {}),
+    (
+        "the rendezvous store, before all have met",
+        Loss("the store of role ROLE is gone before its workers have met", "ROLE"),
+        {},
+    ),
 )
 
 KINDS = ("scripts", "workload", "service")
@@ -122,10 +131,189 @@ def table() -> str:
     return "\n".join(lines)
 
 
+# Failures by part, fault and moment.
+
+MOMENTS = ("starting", "forming", "running", "in a call", "saving", "stopping")
+
+Outcome = str
+"""A row of the table of consequences, by its key in `ROWS`; or a key of `OTHERWISE` or of `NEVER`."""
+
+ROWS: Mapping[Outcome, Case] = {
+    "rank": CASES[0],
+    "never": CASES[7],
+    "stale": CASES[8],
+    "port": CASES[9],
+    "node": CASES[10],
+    "store": CASES[12],
+    "trainer": NOT_RECOVERABLE[0],
+}
+
+OTHERWISE: Mapping[Outcome, str] = {
+    "peers": "the others wait in vain and fail. The report names this rank",
+    "ends": "the job ends, as it was told to: 143",
+    "killed": "SIGKILL after the grace period; the job ends: 143",
+    "master": "another master leads; no rank restarts",
+    "later": "decisions wait for the store; no rank restarts",
+    "anew": "the ranks meet in another store, at no cost",
+    "none": "nothing",
+    "again": "it starts again with the lost rank, at no cost",
+    "costly": "it has succeeded. The others wait for it in vain, and each of them costs a restart",
+    "waits": "the job waits until it goes on, or the job is told to end",
+    "done": "the job ends: 0",
+}
+"""The outcomes that no loss of a role is the reason for."""
+
+NEVER: Mapping[Outcome, str] = {
+    "-term": "nobody tells it to end then",
+    "-signal": "it is told to end by a message, and its end is not awaited without a limit",
+    "-port": "it listens on no port that another process could have: it binds port 0, or inherits the socket",
+    "-disk": "it writes nothing then that it could not do without",
+    "-alone": "it has no group",
+    "-survivor": "no other rank is lost then",
+    "-native": "its threads are native: none needs the GIL",
+    "-foreign": "its code is not of this project, and has no GIL",
+    "-timeout": "whoever waits in it fails by the time-out of the group, as with exit code 1",
+    "-has": "it has its port",
+    "-save": "it has no checkpoint of its own: as when it runs",
+}
+"""The reasons why there is no such failure."""
+
+KIND: Mapping[str, str] = {
+    "worker": "scripts",
+    "survivor in a collective": "workload",
+    "agent": "scripts",
+    "spawner": "scripts",
+    "master": "scripts",
+    "trainer": "trainer",
+    "rendezvous store": "workload",
+    "store member": "scripts",
+    "service": "service",
+}
+"""The parts, and the kind of the role that shows the consequence."""
+
+MATRIX: Mapping[tuple[str, str], tuple[Outcome, Outcome, Outcome, Outcome, Outcome, Outcome]] = {
+    ("worker", "SIGKILL"): ("rank", "rank", "rank", "rank", "rank", "ends"),
+    ("worker", "SIGSTOP"): ("peers", "rank", "rank", "rank", "rank", "killed"),
+    ("worker", "SIGTERM ignored"): ("-term", "-term", "-term", "-term", "-term", "killed"),
+    ("worker", "exit 1"): ("rank", "rank", "rank", "rank", "rank", "ends"),
+    ("worker", "exit 0"): ("peers", "peers", "none", "peers", "none", "ends"),
+    ("worker", "GIL held"): ("peers", "rank", "rank", "rank", "rank", "killed"),
+    ("worker", "port taken"): ("-port", "-port", "-port", "-port", "-port", "-port"),
+    ("worker", "disk full"): ("rank", "-disk", "none", "-disk", "rank", "ends"),
+    ("survivor in a collective", "SIGKILL"): ("-survivor", "rank", "-survivor", "rank", "-survivor", "ends"),
+    ("survivor in a collective", "SIGSTOP"): (
+        *("-survivor", "rank", "-survivor", "rank", "-survivor", "killed"),
+    ),
+    ("survivor in a collective", "SIGTERM ignored"): ("-term", "-term", "-term", "-term", "-term", "killed"),
+    ("survivor in a collective", "exit 1"): ("-survivor", "rank", "-survivor", "rank", "-survivor", "ends"),
+    ("survivor in a collective", "exit 0"): (
+        *("-survivor", "costly", "-survivor", "again", "-survivor", "ends"),
+    ),
+    ("survivor in a collective", "GIL held"): (
+        *("-survivor", "rank", "-survivor", "rank", "-survivor", "killed"),
+    ),
+    ("survivor in a collective", "port taken"): ("-port", "-port", "-port", "-port", "-port", "-port"),
+    ("survivor in a collective", "disk full"): ("-disk", "-disk", "-disk", "-disk", "-disk", "-disk"),
+    ("agent", "SIGKILL"): ("node", "node", "node", "node", "node", "ends"),
+    ("agent", "SIGSTOP"): ("node", "node", "node", "node", "node", "ends"),
+    ("agent", "SIGTERM ignored"): ("-signal", "-signal", "-signal", "-signal", "-signal", "-signal"),
+    ("agent", "exit 1"): ("node", "node", "node", "node", "node", "ends"),
+    ("agent", "exit 0"): ("node", "node", "node", "node", "node", "ends"),
+    ("agent", "GIL held"): ("node", "node", "node", "node", "node", "ends"),
+    ("agent", "port taken"): ("-port", "-port", "-port", "-port", "-port", "-port"),
+    ("agent", "disk full"): ("-disk", "-disk", "-disk", "-disk", "-disk", "-disk"),
+    ("spawner", "SIGKILL"): ("rank", "rank", "rank", "rank", "rank", "ends"),
+    ("spawner", "SIGSTOP"): ("waits", "none", "none", "none", "none", "ends"),
+    ("spawner", "SIGTERM ignored"): ("-signal", "-signal", "-signal", "-signal", "-signal", "-signal"),
+    ("spawner", "exit 1"): ("rank", "rank", "rank", "rank", "rank", "ends"),
+    ("spawner", "exit 0"): ("rank", "rank", "rank", "rank", "rank", "ends"),
+    ("spawner", "GIL held"): ("-disk", "-disk", "-disk", "-disk", "-disk", "-disk"),
+    ("spawner", "port taken"): ("-port", "-port", "-port", "-port", "-port", "-port"),
+    ("spawner", "disk full"): ("-disk", "-disk", "-disk", "-disk", "-disk", "-disk"),
+    ("master", "SIGKILL"): ("master", "master", "master", "master", "master", "ends"),
+    ("master", "SIGSTOP"): ("master", "master", "master", "master", "master", "ends"),
+    ("master", "SIGTERM ignored"): ("-signal", "-signal", "-signal", "-signal", "-signal", "-signal"),
+    ("master", "exit 1"): ("master", "master", "master", "master", "master", "ends"),
+    ("master", "exit 0"): ("master", "master", "master", "master", "master", "ends"),
+    ("master", "GIL held"): ("master", "master", "master", "master", "master", "ends"),
+    ("master", "port taken"): ("-port", "-port", "-port", "-port", "-port", "-port"),
+    ("master", "disk full"): ("later", "later", "later", "later", "later", "ends"),
+    ("trainer", "SIGKILL"): ("trainer", "-alone", "trainer", "trainer", "trainer", "ends"),
+    ("trainer", "SIGSTOP"): ("-timeout", "-alone", "trainer", "trainer", "trainer", "killed"),
+    ("trainer", "SIGTERM ignored"): ("-term", "-term", "-term", "-term", "-term", "killed"),
+    ("trainer", "exit 1"): ("trainer", "-alone", "trainer", "trainer", "trainer", "ends"),
+    ("trainer", "exit 0"): ("done", "-alone", "done", "done", "done", "ends"),
+    ("trainer", "GIL held"): ("-timeout", "-alone", "trainer", "trainer", "trainer", "killed"),
+    ("trainer", "port taken"): ("-port", "-port", "-port", "-port", "-port", "-port"),
+    ("trainer", "disk full"): ("-disk", "-alone", "-disk", "-disk", "trainer", "ends"),
+    ("rendezvous store", "SIGKILL"): ("store", "store", "anew", "anew", "anew", "ends"),
+    ("rendezvous store", "SIGSTOP"): ("-timeout", "-timeout", "none", "none", "none", "ends"),
+    ("rendezvous store", "SIGTERM ignored"): (
+        "-signal",
+        "-signal",
+        "-signal",
+        "-signal",
+        "-signal",
+        "-signal",
+    ),
+    ("rendezvous store", "exit 1"): ("store", "store", "anew", "anew", "anew", "ends"),
+    ("rendezvous store", "exit 0"): ("store", "store", "anew", "anew", "anew", "ends"),
+    ("rendezvous store", "GIL held"): ("-native", "-native", "-native", "-native", "-native", "-native"),
+    ("rendezvous store", "port taken"): ("-port", "-port", "-port", "-port", "-port", "-port"),
+    ("rendezvous store", "disk full"): ("-disk", "-disk", "-disk", "-disk", "-disk", "-disk"),
+    ("store member", "SIGKILL"): ("later", "later", "later", "later", "later", "ends"),
+    ("store member", "SIGSTOP"): ("later", "later", "later", "later", "later", "ends"),
+    ("store member", "SIGTERM ignored"): ("-term", "-term", "-term", "-term", "-term", "-term"),
+    ("store member", "exit 1"): ("later", "later", "later", "later", "later", "ends"),
+    ("store member", "exit 0"): ("later", "later", "later", "later", "later", "ends"),
+    ("store member", "GIL held"): ("-foreign", "-foreign", "-foreign", "-foreign", "-foreign", "-foreign"),
+    ("store member", "port taken"): ("-has", "-has", "-has", "-has", "-has", "-has"),
+    ("store member", "disk full"): ("later", "later", "later", "later", "later", "ends"),
+    ("service", "SIGKILL"): ("rank", "-alone", "rank", "rank", "-save", "ends"),
+    ("service", "SIGSTOP"): ("never", "-alone", "rank", "rank", "-save", "killed"),
+    ("service", "SIGTERM ignored"): ("-term", "-alone", "-term", "-term", "-save", "killed"),
+    ("service", "exit 1"): ("rank", "-alone", "rank", "rank", "-save", "ends"),
+    ("service", "exit 0"): ("rank", "-alone", "rank", "rank", "-save", "ends"),
+    ("service", "GIL held"): ("never", "-alone", "rank", "rank", "-save", "killed"),
+    ("service", "port taken"): ("port", "-alone", "-has", "-has", "-save", "-has"),
+    ("service", "disk full"): ("rank", "-alone", "none", "none", "-save", "ends"),
+}
+"""The outcome of each fault of each part, by moment."""
+
+
+def shown(outcome: Outcome, kind: str) -> str:
+    """The outcome in words; a dash where there is no such failure."""
+    if outcome in NEVER:
+        return "–"
+    if outcome in OTHERWISE:
+        return OTHERWISE[outcome]
+    case = ROWS[outcome]
+    return words(decided(case, kind), case[1], kind).partition("; ")[0]
+
+
+def matrix() -> str:
+    """The table of failures by part, fault and moment. Faults of a part with the same outcomes have one row."""
+    rows: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for (part, fault), outcomes in MATRIX.items():
+        if not NEVER.keys() >= {*outcomes}:
+            cells = tuple(shown(outcome, KIND[part]) for outcome in outcomes)
+            rows.setdefault((part, cells), []).append(fault)
+    lines = [f"| part | fault | {' | '.join(MOMENTS)} |", "| --- " * (2 + len(MOMENTS)) + "|"]
+    for (part, cells), faults in rows.items():
+        lines.append(f"| {part} | {', '.join(faults)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def put_between(text: str, begin: str, end: str, made: str) -> str:
+    """`text` with what was made between two lines of it."""
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n\n{made}\n\n{end}{rest.partition(end)[2]}"
+
+
 def page(text: str) -> str:
-    """The page, whose `text` is that of any time, with the table as it is now."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
+    """The page, whose `text` is that of any time, with the tables as they are now."""
+    text = put_between(text, BEGIN, END, table())
+    return put_between(text, MATRIX_BEGIN, MATRIX_END, matrix())
 
 
 if __name__ == "__main__":

@@ -323,7 +323,7 @@ class NodeModel:
         if isinstance(message, Reaped) and (worker := self.state.workers.get(message.id)) is not None:
             unready = worker.ready is not None and not worker.was_ready and worker.cause != "order"
             here = unready and worker.who[:2] in self.ports
-            taken = here and self.simulation.rng.random() < 0.1
+            taken = here and self.simulation.takes_port(worker.who)
             if taken:
                 del self.ports[worker.who[:2]]
         self.apply(events.FromSpawner(key, message, taken=taken))
@@ -344,7 +344,7 @@ class NodeModel:
         if worker is None or not self.alive:
             return
         rng, clock = self.simulation.rng, self.simulation.clock
-        ok = not never and rng.random() < (0.9 if worker.was_ready else 0.4)
+        ok = not never and self.simulation.answers(worker.who, ready=worker.was_ready)
         why = "" if ok else rng.choice(("status 503", "it does not answer"))
         self.apply(events.Probed(number, ok, why, self.simulation.wall(self.name)))
         worker = self.state.workers.get(number)
@@ -355,7 +355,7 @@ class NodeModel:
     def _carry_out(self, command: events.Command) -> None:
         match command:
             case events.StartProbing(number):
-                never = self.simulation.rng.random() < 0.03
+                never = self.simulation.unlikely(0.03)
                 self.simulation.clock.after(
                     0.01, lambda: self.awake(lambda: self._probe(number, never=never))
                 )
@@ -368,6 +368,7 @@ class NodeModel:
                 if isinstance(message, Kill):
                     self._check_kill(message)
                 if key in self.spawners:
+                    self.spawners[key].wake()
                     self.spawners[key].inbox.send(message)
             case events.StartSpawner(key):
                 assert key not in self.spawners, "there is such a spawner already"
@@ -399,7 +400,7 @@ class NodeModel:
         for engine in engines:
             if engine.ready:
                 version = rng.choice((None, 1, 2))
-                problem = "it refused" if rng.random() < 0.05 else ""
+                problem = "it refused" if self.simulation.unlikely(0.05) else ""
                 said = EngineWeights("policy", engine.rank, engine.incarnation, version, 1.0, problem)
                 self.simulation.clock.after(
                     rng.choice((0.01, 0.5, 3.0)), partial(self._brought, companion, said)

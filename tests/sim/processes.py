@@ -38,6 +38,13 @@ class Process:
     """The time at which its code has failed, while it lives on."""
     alive: bool = True
     deaf: bool = False
+    stopped: bool = False
+    """True if it does nothing, as after SIGSTOP."""
+
+    @property
+    def works(self) -> bool:
+        """True if its code runs."""
+        return self.alive and self.failed is None and not self.stopped
 
 
 @dataclass

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tests.sim.masters import MasterModel
     from tests.sim.network import Network
     from tests.sim.node import MasterProcess, NodeModel
-    from tests.sim.processes import Process, StoreModel
+    from tests.sim.processes import Process, StoreModel, Who
     from tests.sim.scenario import Scenario
     from tests.sim.store import StoreClient
     from unirun.failover.draft import Command, Event
@@ -81,6 +81,15 @@ class SimulationOfNodes(Protocol):
 
     def next_pid(self) -> int:
         """A pid that was never used."""
+
+    def unlikely(self, chance: float) -> bool:
+        """Return True if trouble with this chance comes."""
+
+    def answers(self, who: Who, *, ready: bool) -> bool:
+        """Return True if a program answers its probe."""
+
+    def takes_port(self, who: Who) -> bool:
+        """Return True if another process has a port of a program that has ended before it was ready."""
 
     def wall(self, node: str) -> float:
         """The wall clock of a node."""

@@ -68,6 +68,8 @@ class Scenario:
     """True if the nodes are hosts, so that there are beats."""
     rates: dict[str, float] = field(default_factory=dict)
     """The rate of the clock of each node."""
+    trouble: float = 1.0
+    """The factor on the small chances of trouble that each process has: a fork that fails, a wait that is not woken."""
     planted: str = ""
     """The place of a planted bug: a class of events, what a master begins with, or its writes."""
 

@@ -22,8 +22,8 @@ from tests.sim.fake_clock import FakeClock
 from tests.sim.masters import MasterModel
 from tests.sim.network import LOOK_INTERVAL, Network
 from tests.sim.node import NodeModel
-from tests.sim.processes import Process, StoreModel
-from tests.sim.scenario import make_scenario
+from tests.sim.processes import Process, StoreModel, Who
+from tests.sim.scenario import Scenario, make_scenario
 from tests.sim.store import FencedStore, StoreClient
 from tests.sim.views import ViewChecks
 from unirun.failover import context_store, silence
@@ -45,8 +45,8 @@ HISTORY_TIMEOUT = 300.0
 class Simulation(Accidents):
     """The history of one seed. `run` raises AssertionError or IllegalTransition when something is wrong."""
 
-    def __init__(self, seed: int) -> None:
-        self.scenario = make_scenario(seed)
+    def __init__(self, seed: int, scenario: Scenario | None = None) -> None:
+        self.scenario = scenario or make_scenario(seed)
         self.rng = random.Random(f"history {seed}")
         self.clock = FakeClock()
         self.log: list[str] = []
@@ -80,6 +80,18 @@ class Simulation(Accidents):
     def next_pid(self) -> int:
         """A pid that was never used."""
         return next(self._pids)
+
+    def unlikely(self, chance: float) -> bool:
+        """Return True if trouble with this chance comes."""
+        return self.rng.random() < chance * self.scenario.trouble
+
+    def answers(self, who: Who, *, ready: bool) -> bool:
+        """Return True if a program answers its probe. One that was `ready` fails now and then."""
+        return self.rng.random() < (0.9 if ready else 0.4)
+
+    def takes_port(self, who: Who) -> bool:
+        """Return True if another process has a port of a program that has ended before it was ready."""
+        return self.unlikely(0.1)
 
     def lost(self, node: str) -> bool:
         """Return True if the job goes on without a node."""

@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from tests.sim.node import NodeModel
 
 
+CLOSED = "RuntimeError: Connection closed by peer [127.0.0.1]:2345"
+"""The error of a rank in a collective whose peer is gone."""
+
+
 class SpawnerModel:
     """Forks processes, kills them when told, reports their ends in the order in which they happen."""
 
@@ -54,6 +58,7 @@ class SpawnerModel:
         self.outbox = Pipe(clock, rng, slow, lambda m: node.told_by(key, m))
         self._held: list[Message] = []
         self._frozen_until = 0.0
+        self._waiting: list[Callable[[], None]] = []
         seconds = 0.01 if key == FRESH else rng.uniform(0.2, 2.0)
         clock.after(seconds, lambda: self._preloaded(seconds))
 
@@ -69,12 +74,20 @@ class SpawnerModel:
     def hang(self, seconds: float) -> None:
         """SIGSTOP to the spawner, and SIGCONT later; its workers go on."""
         self._frozen_until = self.simulation.clock.now + seconds
+        self.simulation.clock.after(seconds, self.wake)
+
+    def wake(self) -> None:
+        """SIGCONT."""
+        self._frozen_until = 0.0
+        waiting, self._waiting = self._waiting, []
+        for do in waiting:
+            self._awake(do)
 
     def _awake(self, do: Callable[[], None]) -> None:
         """Do something now, or when the spawner does not hang any more."""
         left = self._frozen_until - self.simulation.clock.now
         if left > 0:
-            self.simulation.clock.after(left, lambda: self._awake(do))
+            self._waiting.append(do)
         elif self.alive:
             do()
 
@@ -116,17 +129,17 @@ class SpawnerModel:
             self.simulation.disturb(role)
         store = StoreModel(self, request.generation)
         self.simulation.stores[role] = store
-        if rng.random() < 0.01:
+        if self.simulation.unlikely(0.01):
             store.alive = False
             self._tell_store_end(role, store, "no process can be forked")
             return
         for waiting in self.simulation.queues.pop(role, []):
             self.simulation.clock.after(rng.uniform(0.0, 0.02), waiting)
         self._tell(StoreOpened(role, request.generation))
-        if rng.random() < 0.02:
-            self.simulation.clock.after(rng_delay(rng), lambda: self._store_dies(role, store))
+        if self.simulation.unlikely(0.02):
+            self.simulation.clock.after(rng_delay(rng), lambda: self.store_dies(role, store))
 
-    def _store_dies(self, role: str, store: StoreModel) -> None:
+    def store_dies(self, role: str, store: StoreModel) -> None:
         if self.alive and store.alive:
             store.alive = False
             self.simulation.disturb(role)
@@ -138,7 +151,7 @@ class SpawnerModel:
     def _spawn(self, request: Spawn) -> None:
         rng, clock = self.simulation.rng, self.simulation.clock
         role, _, rank = request.title.partition(":")
-        if rng.random() < 0.01:
+        if self.simulation.unlikely(0.01):
             self._tell(
                 SpawnFailed(request.id, self.simulation.wall(self.node.name), "no process can be forked")
             )
@@ -158,7 +171,7 @@ class SpawnerModel:
         )
 
     def _hello(self, request: Spawn, process: Process) -> None:
-        if not process.alive:
+        if not process.works:
             return
         if self.node.hangs_for > 0:
             # It waits for its welcome.
@@ -173,7 +186,7 @@ class SpawnerModel:
         process.generation, process.view = own.generation, updated(None, whole(self.node.state.view))
         if role in self.node.state.in_place:
             self.simulation.clock.after(rng.uniform(0.0, 0.5), lambda: self._meet(request.id, process))
-        if rng.random() < 0.02:
+        if self.simulation.unlikely(0.02):
             self.node.apply(events.LinkClosed(request.id))
 
     def _meet(self, number: int, process: Process) -> None:
@@ -181,7 +194,7 @@ class SpawnerModel:
         the news that the generation is over, or an error that may come of somebody's death and may not."""
         role, rank, _ = process.who
         store = self.simulation.stores.get(role)
-        if not process.alive or process.failed is not None or process.waits is not None:
+        if not process.works or process.waits is not None:
             return
         elsewhere = store and store.spawner.node is not self.node and self.simulation.drained(self.node.name)
         if store is None or not store.alive or elsewhere:
@@ -202,7 +215,7 @@ class SpawnerModel:
 
     def _form(self, number: int, process: Process, store: StoreModel) -> None:
         """All have come. It can connect with those that live on."""
-        if not process.alive or process.failed is not None or process.waits is not store:
+        if not process.works or process.waits is not store:
             return
         if all(peer.alive or peer.formed for _, _, peer in store.present.values()):
             process.waits, process.formed, process.generation = None, True, store.generation
@@ -211,7 +224,7 @@ class SpawnerModel:
 
     def _serve(self, number: int, process: Process) -> None:
         """It takes calls, if it has not before."""
-        if process.alive and process.failed is None and not process.serving:
+        if process.works and not process.serving:
             role, rank, _ = process.who
             process.serving = True
             recoverable = self.simulation.rng.random() < self.simulation.scenario.behaviours[role].recovers
@@ -240,7 +253,7 @@ class SpawnerModel:
         store = self.simulation.stores[seen.name]
         assert store.generation >= seen.generation, f"{process.who} would meet in an old store"
         clock, rng, waited = self.simulation.clock, self.simulation.rng, process.waits
-        if waited is not None and rng.random() < 0.03:
+        if waited is not None and self.simulation.unlikely(0.03):
             clock.after(STUCK_TIMEOUT, lambda: self._report(number, process, waited))
             return
         process.waits = None
@@ -250,12 +263,12 @@ class SpawnerModel:
             clock.after(rng.uniform(0.0, 0.2), lambda: self.follow(number, process))
 
     def _report(self, number: int, process: Process, waited: StoreModel) -> None:
-        if process.alive and process.waits is waited:
+        if process.works and process.waits is waited:
             self.node.apply(events.LinkMessage(number, Stuck("it waits for ever", "Stack: in a wait")))
 
     def trips(self, number: int, process: Process) -> None:
         """Let the wait of the worker fail: a peer or the store has died. It waits for the news of that."""
-        if process.alive and process.waits is not None:
+        if process.works and process.waits is not None:
             met, process.waits = process.met, None
             self.simulation.clock.after(LOSS_VIEW_TIMEOUT, lambda: self._give_up(number, process, met))
 
@@ -310,10 +323,9 @@ class SpawnerModel:
             self.end(number, 1, None)
             self.simulation.peers_see(process)
 
-    def follow(self, number: int, process: Process) -> None:
+    def follow(self, number: int, process: Process, words: str = CLOSED) -> None:
         """A peer is gone, and this one trips over it."""
-        if process.alive:
-            words = "RuntimeError: Connection closed by peer"
+        if process.works:
             error = WorkerError(words, f"Traceback: {words}", self.simulation.wall(self.node.name))
             self.node.apply(events.LinkMessage(number, error))
             self.end(number, 1, None)
@@ -342,6 +354,9 @@ class SpawnerModel:
         if process.waits is not None:
             self.simulation.left(process, process.waits)
         self.node.apply(events.LinkClosed(number))
+        if process.view is not None:
+            # The agent sees the end of its link, and wants to know of its end.
+            self.wake()
         self._tell(
             Reaped(number, self.simulation.wall(self.node.name), code, None if by is None else int(by))
         )
