@@ -25,9 +25,12 @@ SPENT = Budget(3, 3)
 
 
 def role(kind: str) -> RoleState:
-    """A role of four ranks, of which one has ended: of scripts, workloads, a trainer or services."""
+    """A role of four ranks, of which one has ended: of scripts, resilient ones, workloads, a trainer or services."""
     ranks = Ranks(WorkerState(rank, "n0", phase=WorkerPhase.RUNNING) for rank in range(3))
     match kind:
+        case "resilient":
+            inside = Ranks(replace(each, resilient=True) for each in ranks)
+            return RoleState(kind, "script", "role", inside, generation=1)
         case "service":
             return RoleState(kind, "program", "process", ranks, is_program=True)
         case "workload" | "trainer":
@@ -169,6 +172,8 @@ NEVER: Mapping[Outcome, str] = {
     "-port": "it listens on no port that another process could have: it binds port 0, or inherits the socket",
     "-disk": "it writes nothing then that it could not do without",
     "-alone": "it has no group",
+    "-enter": "it has not entered its function yet: as a rank of other scripts",
+    "-workload": "as in a workload",
     "-survivor": "no other rank is lost then",
     "-native": "its threads are native: none needs the GIL",
     "-foreign": "its code is not of this project, and has no GIL",
@@ -180,7 +185,9 @@ NEVER: Mapping[Outcome, str] = {
 
 KIND: Mapping[str, str] = {
     "worker": "scripts",
+    "resilient worker": "resilient",
     "survivor in a collective": "workload",
+    "resilient survivor": "resilient",
     "agent": "scripts",
     "spawner": "scripts",
     "master": "scripts",
@@ -214,6 +221,36 @@ MATRIX: Mapping[tuple[str, str], tuple[Outcome, Outcome, Outcome, Outcome, Outco
     ),
     ("survivor in a collective", "port taken"): ("-port", "-port", "-port", "-port", "-port", "-port"),
     ("survivor in a collective", "disk full"): ("-disk", "-disk", "-disk", "-disk", "-disk", "-disk"),
+    ("resilient worker", "SIGKILL"): ("-enter", "rank", "rank", "rank", "rank", "ends"),
+    ("resilient worker", "SIGSTOP"): ("-enter", "rank", "rank", "rank", "rank", "killed"),
+    ("resilient worker", "SIGTERM ignored"): ("-term", "-term", "-term", "-term", "-term", "killed"),
+    ("resilient worker", "exit 1"): ("-enter", "rank", "rank", "rank", "rank", "ends"),
+    ("resilient worker", "exit 0"): (
+        "-enter",
+        "-workload",
+        "-workload",
+        "-workload",
+        "-workload",
+        "-workload",
+    ),
+    ("resilient worker", "GIL held"): ("-enter", "rank", "rank", "rank", "rank", "killed"),
+    ("resilient worker", "port taken"): ("-port", "-port", "-port", "-port", "-port", "-port"),
+    ("resilient worker", "disk full"): ("-enter", "-disk", "none", "-disk", "rank", "ends"),
+    ("resilient survivor", "SIGKILL"): ("-survivor", "rank", "-survivor", "rank", "-survivor", "ends"),
+    ("resilient survivor", "SIGSTOP"): ("-survivor", "rank", "-survivor", "rank", "-survivor", "killed"),
+    ("resilient survivor", "SIGTERM ignored"): ("-term", "-term", "-term", "-term", "-term", "killed"),
+    ("resilient survivor", "exit 1"): ("-survivor", "rank", "-survivor", "rank", "-survivor", "ends"),
+    ("resilient survivor", "exit 0"): (
+        "-survivor",
+        "-workload",
+        "-survivor",
+        "-workload",
+        "-survivor",
+        "ends",
+    ),
+    ("resilient survivor", "GIL held"): ("-survivor", "rank", "-survivor", "rank", "-survivor", "killed"),
+    ("resilient survivor", "port taken"): ("-port", "-port", "-port", "-port", "-port", "-port"),
+    ("resilient survivor", "disk full"): ("-disk", "-disk", "-disk", "-disk", "-disk", "-disk"),
     ("agent", "SIGKILL"): ("node", "node", "node", "node", "node", "ends"),
     ("agent", "SIGSTOP"): ("node", "node", "node", "node", "node", "ends"),
     ("agent", "SIGTERM ignored"): ("-signal", "-signal", "-signal", "-signal", "-signal", "-signal"),

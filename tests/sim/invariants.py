@@ -133,7 +133,7 @@ class Invariants:
                     f"{event} makes {name} smaller"
                 )
                 assert len(after.placement.of_role(name)) == len(role.workers) < len(old.workers)
-            if role.restart == "role":
+            if not self._survives(role):
                 # A rank of which an order was lost on the way has started less often.
                 assert len({w.incarnation for w in role.workers}) == 1 or self._orders_lost or self.orderly
                 # It costs nothing when another process has the port of a program.
@@ -166,6 +166,10 @@ class Invariants:
                     assert role_of(event) == name, f"{event} starts a new generation of {name}"
         if after.phase is JobPhase.SUCCEEDED:
             assert all(after.roles[n].phase is RolePhase.SUCCEEDED for n in after.spec.primary)
+
+    def _survives(self, role: RoleState) -> bool:
+        """Return True if ranks of a role may form the next group when one is lost."""
+        return role.restart == "process" or role.name in self.scenario.resilient
 
     def _check_places(self, before: JobState, event: Event) -> None:
         """Nobody is where nobody can be; and a lost node changes nothing for roles that had nothing there."""
@@ -234,7 +238,7 @@ class Invariants:
         if self.state.phase is not JobPhase.RUNNING or not isinstance(event, WorkerExited | StoreEnded):
             return
         for name, role in self.state.roles.items():
-            if role.restart == "process" and not role.is_program and before.roles[name].wave:
+            if before.roles[name].in_place and not role.is_program and before.roles[name].wave:
                 hit = (
                     event.worker.rank
                     if isinstance(event, WorkerExited) and event.worker.role == name
@@ -323,7 +327,7 @@ class Invariants:
                 leader = self.scenario.placement.of_role(role.name)[0].node
                 if all(worker.node != leader for worker in role.live):
                     continue
-                if role.restart == "process" and any(worker.ended_well for worker in role.workers):
+                if self._survives(role) and any(worker.ended_well for worker in role.workers):
                     continue
                 store = self.stores.get(role.name)
                 assert store is not None, f"no store was opened for {role.name}"
@@ -361,6 +365,7 @@ class Invariants:
             role = self.state.roles[message.role]
             state_spec = self.state.role_spec(message.role)
             alone = role.restart == "process" and role.phase is not RolePhase.STOPPING
+            alone |= before.roles[message.role].in_place and role.phase is RolePhase.REFORMING
             # A rank with a budget of its own that is spent.
             alone &= state_spec.rank_restarts is None or role.phase is not RolePhase.RESTARTING
             grouped = state_spec.group is not None
@@ -389,7 +394,7 @@ class Invariants:
         worker = node.state.workers.get(number)
         if worker is None or worker.sent is not None or worker.cause != "own":
             return
-        alone = worker.who.role in node.state.in_place
+        alone = node.state.survives(worker.who.role)
         limit = self.scenario.spec.shutdown_timeout if alone else WORKER_EXIT_TIMEOUT
         assert self.clock.now - since > limit - 0.001, f"{worker.who} is killed while its exit handlers run"
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from functools import partial
 
+from msgspec.structs import replace
+
 from tests.sim.node import NodeModel
 from tests.sim.processes import Process, Who
 from tests.sim.scenario import Behaviour, Scenario
@@ -22,6 +24,7 @@ from unirun.wire.reports import WorkerError
 
 KINDS: dict[str, tuple[EntryKind, ...]] = {
     "scripts": ("script",),
+    "resilient": ("script",),
     "workload": ("workload", "trainer"),
     "trainer": ("workload", "trainer"),
     "service": ("script", "program"),
@@ -52,14 +55,19 @@ def calm_scenario(kind: str, limit: int, *, call: bool, hosts: bool) -> Scenario
     """A job on two nodes and a spare one, whose processes run until they are told to end. In a call, or another
     collective, the peers of a script that fails do so as well."""
     roles = tuple(_role(entry, limit) for entry in KINDS[kind])
+    resilient = frozenset[str]()
+    if kind == "resilient":
+        roles, resilient = (replace(roles[0], name=kind),), frozenset([kind])
     primary = tuple(role.name for role in roles if role.entry.kind in ("script", "trainer"))
     spec = JobSpec("sim", "sim", roles, primary, shutdown_timeout=GRACE, join_timeout=30.0, spares=1)
     nodes = tuple(Node(f"n{number}", (0, 1), (Device("0", ""), Device("1", ""))) for number in range(3))
     spec, placement = place(spec, Inventory(nodes))
     quiet = Behaviour(fails=0.0, finishes=0.0, lifetime=1e6, stubborn=0.0, follows=0.0, recovers=0.0)
-    scripts = Behaviour(**{**quiet.__dict__, "follows": 1.0 if call else 0.0})
+    scripts = Behaviour(**{**quiet.__dict__, "follows": float(call and not resilient)})
     behaviours = {role.name: scripts if role.entry.kind == "script" else quiet for role in roles}
-    return Scenario(spec, placement, Inventory(nodes), behaviours, 0.0005, hosts=hosts, trouble=0.0)
+    return Scenario(
+        spec, placement, Inventory(nodes), behaviours, 0.0005, hosts=hosts, trouble=0.0, resilient=resilient
+    )
 
 
 def _role(entry: EntryKind, limit: int) -> RoleSpec:
@@ -159,13 +167,13 @@ class OneFault(Simulation):
         return found is not None and found[2].view is None
 
     def _forms(self) -> bool:
-        if self.part == "survivor in a collective":
+        if "survivor" in self.part:
             return self._formed_anew()
         found = self.find(self.role, self.rank)
         first = self.state.roles[self.role].phase is RolePhase.STARTING
         if self.role == "scripts":
             return first and found is not None and found[2].view is not None
-        return first and found is not None and found[2].waits is not None
+        return (first or self.role == "resilient") and found is not None and found[2].waits is not None
 
     def _formed_anew(self) -> bool:
         """A peer has died; the others meet in the next generation."""
@@ -180,7 +188,13 @@ class OneFault(Simulation):
     @property
     def _all_run(self) -> bool:
         roles = self.state.roles.values()
-        return self.state.phase is JobPhase.RUNNING and all(role.phase is RolePhase.RUNNING for role in roles)
+        met = self.role != "resilient" or all(
+            found is not None and found[2].formed and found[2].waits is None
+            for rank in range(self.size(self.role))
+            for found in (self.find(self.role, rank),)
+        )
+        running = all(role.phase is RolePhase.RUNNING for role in roles)
+        return met and running and self.state.phase is JobPhase.RUNNING
 
     def _is_told_to_end(self) -> bool:
         if (found := self.find(self.role, self.rank)) is None:
@@ -229,7 +243,7 @@ class OneFault(Simulation):
             case "rendezvous store":
                 self._hit_rendezvous()
             case _:
-                if self.part == "survivor in a collective" and self.moment == "in a call":
+                if "survivor" in self.part and self.moment == "in a call":
                     spawner, number, _ = self.victim_of(PEER)
                     spawner.end(number, None, signal.SIGKILL)
                 self._hit_worker(*self.victim)

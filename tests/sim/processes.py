@@ -34,6 +34,10 @@ class Process:
     view: View | None = None
     """Its knowledge of all roles, once it is welcome."""
     serving: bool = False
+    inside: bool = False
+    """True if it is in a function that survives the loss of other ranks (`unirun.resilient`)."""
+    returned: int = -1
+    """The generation in which it has returned from that function."""
     failed: float | None = None
     """The time at which its code has failed, while it lives on."""
     alive: bool = True

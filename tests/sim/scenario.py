@@ -68,6 +68,8 @@ class Scenario:
     """True if the nodes are hosts, so that there are beats."""
     rates: dict[str, float] = field(default_factory=dict)
     """The rate of the clock of each node."""
+    resilient: frozenset[str] = frozenset()
+    """The roles of scripts whose ranks enter a function that survives the loss of other ranks."""
     trouble: float = 1.0
     """The factor on the small chances of trouble that each process has: a fork that fails, a wait that is not woken."""
     planted: str = ""
@@ -249,7 +251,30 @@ def make_scenario(seed: int) -> Scenario:
     levels = random.Random(f"levels {seed}")
     if levels.random() < 0.4:
         _add_levels(scenario, levels)
+    resilient = random.Random(f"resilient {seed}")
+    if resilient.random() < 0.3:
+        _make_resilient(scenario, resilient)
     return scenario
+
+
+def _make_resilient(scenario: Scenario, rng: random.Random) -> None:
+    """Ranks of scripts survive the loss of others, and run for long enough for that."""
+    scenario.resilient = frozenset(
+        role.name for role in scenario.spec.roles if role.entry.kind == "script" and rng.random() < 0.7
+    )
+    roles = tuple(
+        replace(role, max_restarts=rng.choice((1, 3, 9))) if role.name in scenario.resilient else role
+        for role in scenario.spec.roles
+    )
+    scenario.spec = replace(scenario.spec, roles=roles)
+    for name in scenario.resilient:
+        behaviour = scenario.behaviours[name]
+        scenario.behaviours[name] = dataclasses.replace(
+            behaviour,
+            lifetime=rng.choice((0.5, 5.0, 5.0)),
+            finishes=rng.choice((1.0, 1.0, behaviour.finishes)),
+            follows=rng.choice((0.0, 0.1)),
+        )
 
 
 def _add_levels(scenario: Scenario, rng: random.Random) -> None:

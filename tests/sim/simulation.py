@@ -148,13 +148,13 @@ class Simulation(Accidents):
         """The store of a role is gone: those who wait in it fail, or are past it and wait for each other."""
         store = self.stores.get(role)
         for spawner, number, process in store.present.values() if store else ():
-            if process.waits is store and self.rng.random() < 0.7:
+            if process.waits is store and self.unlikely(0.7):
                 self.clock.after(self.rng.uniform(0.0, 0.05), partial(spawner.trips, number, process))
 
     def left(self, process: Process, store: StoreModel) -> None:
         """A process has died while it waited in a store: its peers notice that, or do not."""
         for spawner, number, peer in store.present.values():
-            if peer is not process and peer.waits is store and self.rng.random() < 0.5:
+            if peer is not process and peer.waits is store and self.unlikely(0.5):
                 self.clock.after(self.rng.uniform(0.0, 0.05), partial(spawner.trips, number, peer))
 
     def _follows(self, process: Process) -> float:

@@ -25,6 +25,7 @@ from unirun.wire.reports import (
     Metrics,
     OpenStore,
     Reaped,
+    Resilient,
     Serving,
     Spawn,
     SpawnerReady,
@@ -184,10 +185,42 @@ class SpawnerModel:
         (own,) = (seen for seen in self.node.state.view.roles if seen.name == role)
         assert own.generation >= process.generation, f"{process.who} is welcomed in the past"
         process.generation, process.view = own.generation, updated(None, whole(self.node.state.view))
-        if role in self.node.state.in_place:
-            self.simulation.clock.after(rng.uniform(0.0, 0.5), lambda: self._meet(request.id, process))
+        if self._survives(role):
+            self.simulation.clock.after(rng.uniform(0.0, 0.5), lambda: self._enter(request.id, process))
         if self.simulation.unlikely(0.02):
             self.node.apply(events.LinkClosed(request.id))
+
+    def _survives(self, role: str) -> bool:
+        """Return True if ranks of a role form the next group when one is lost."""
+        return role in self.node.state.in_place or role in self.simulation.scenario.resilient
+
+    def _enter(self, number: int, process: Process) -> None:
+        """A script enters its function that survives; workloads are in one from the start. Then it meets the others."""
+        if process.works and process.who[0] in self.simulation.scenario.resilient:
+            process.inside = True
+            self.node.apply(events.LinkMessage(number, Resilient(inside=True)))
+        self._meet(number, process)
+
+    def _return(self, number: int, process: Process) -> None:
+        """It returns from its function, which it leaves when all ranks have returned in the same generation. Until then
+        it is needed if one of them is lost."""
+        process.returned = process.generation
+        role = process.who[0]
+        store = self.simulation.stores[role]
+        members = [*store.present.values()]
+        returned = [peer.works and peer.returned == store.generation for _, _, peer in members]
+        if len(members) == self.simulation.size(role) and all(returned):
+            for spawner, peer_number, peer in members:
+                delay = self.simulation.rng.choice((0.0, 0.05, 0.5))
+                self.simulation.clock.after(delay, partial(spawner.leave, peer_number, peer))
+
+    def leave(self, number: int, process: Process) -> None:
+        """It knows that all have returned, leaves its function, and ends."""
+        if process.works and process.inside and process.returned == process.generation:
+            process.inside = False
+            self.node.apply(events.LinkMessage(number, Resilient(inside=False)))
+            delay = self.simulation.rng.choice((0.001, 0.5))
+            self.simulation.clock.after(delay, lambda: self.end(number, 0, None))
 
     def _meet(self, number: int, process: Process) -> None:
         """It goes to the store of its role, and waits there until all ranks have come. Nothing else ends that wait but
@@ -219,6 +252,13 @@ class SpawnerModel:
             return
         if all(peer.alive or peer.formed for _, _, peer in store.present.values()):
             process.waits, process.formed, process.generation = None, True, store.generation
+            if process.returned >= 0:
+                # It calls the function again.
+                process.returned = -1
+                behaviours = self.simulation.scenario.behaviours[process.who[0]]
+                self.simulation.clock.after(
+                    behaviours.lifetime, lambda: self._live(number, process, behaviours)
+                )
             self.node.apply(events.LinkMessage(number, GroupFormed(store.generation)))
             self._serve(number, process)
 
@@ -227,6 +267,8 @@ class SpawnerModel:
         if process.works and not process.serving:
             role, rank, _ = process.who
             process.serving = True
+            if process.inside:
+                return
             recoverable = self.simulation.rng.random() < self.simulation.scenario.behaviours[role].recovers
             self.node.apply(events.LinkMessage(number, Serving({"torch": f"{role}{rank}"}, recoverable)))
             self.node.apply(events.LinkMessage(number, Metrics({"loss": 0.5}, self.simulation.clock.now)))
@@ -241,7 +283,7 @@ class SpawnerModel:
             return
         process.view = view
         assert view == self.node.state.view, f"{process.who} does not see what its agent does"
-        if process.who[0] in self.node.state.in_place:
+        if self._survives(process.who[0]):
             self._sees(number, process, view)
 
     def _sees(self, number: int, process: Process, view: View) -> None:
@@ -257,7 +299,7 @@ class SpawnerModel:
             clock.after(STUCK_TIMEOUT, lambda: self._report(number, process, waited))
             return
         process.waits = None
-        if process.serving:
+        if process.inside or (process.serving and process.who[0] in self.node.state.in_place):
             clock.after(rng.choice((0.01, 0.5, 2.0)), lambda: self._meet(number, process))
         elif waited is not None:
             clock.after(rng.uniform(0.0, 0.2), lambda: self.follow(number, process))
@@ -285,7 +327,7 @@ class SpawnerModel:
         """The process has done what it wanted to: it fails, ends well, or waits to be told."""
         if not process.alive:
             return
-        if process.who[0] in self.node.state.in_place and not process.formed:
+        if self._survives(process.who[0]) and not process.formed:
             # What ends well, or fails of itself, has been set up.
             self.simulation.clock.after(behaviours.lifetime, lambda: self._live(number, process, behaviours))
             return
@@ -293,7 +335,10 @@ class SpawnerModel:
         if chance < behaviours.fails:
             self._fail(number, process, "ValueError: of its own")
         elif self.simulation.rng.random() < behaviours.finishes:
-            self.end(number, 0, None)
+            if process.inside:
+                self._return(number, process)
+            else:
+                self.end(number, 0, None)
 
     def _fail(self, number: int, process: Process, words: str) -> None:
         rng = self.simulation.rng

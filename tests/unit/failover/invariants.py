@@ -23,6 +23,8 @@ def check_role(role: RoleState, max_restarts: int, *, has_window: bool = False) 
     hold(role.phase is not RolePhase.RUNNING or role.settled, f"is running with {role.running} ranks")
     hold(role.phase is not RolePhase.REFORMING or not role.settled, "is reforming and complete")
     survives = role.restart == "process" or any(worker.resilient is not None for worker in role.workers)
+    # All ranks may have been on a node that is drained.
+    survives |= all(worker.incarnation > 0 for worker in role.workers)
     hold(role.phase is not RolePhase.REFORMING or survives, "reforms, which it cannot")
     own_budgets = role.is_program and role.restart == "process"
     # Of a role with a window, `paid` are those that count; of others, `restarts` have to.
