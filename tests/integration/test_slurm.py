@@ -17,6 +17,7 @@ from ..testbed.fixtures import available
 from ..testbed.slurm import Slurm
 from . import test_trials as trials
 from .harness import EXEC, START_TIMEOUT, UNIRUN, Running, Script, Unirun
+from .test_stopping_together import STEPS
 from .warm import ONE_THREAD, Warm
 
 pytestmark = pytest.mark.long
@@ -197,6 +198,40 @@ def test_a_preempted_job_begins_anew_and_finds_what_its_workers_had_saved(
         assert re.findall(r"found (\S+)", logs) == [state]
     missing = command("logs", "--attempt", 2)
     assert (missing.code, "has no attempt 2; it has 0, 1" in missing.err) == (2, True)
+
+
+def saved_steps(text: str) -> list[str]:
+    """The steps at which ranks have saved."""
+    return re.findall(r"saved (\d+)", text)
+
+
+def test_all_ranks_save_at_one_step_when_scancel_ends_the_job(
+    command: Unirun, script: Script, cluster: Slurm
+) -> None:
+    """Of a job on two nodes. scancel sends SIGTERM to all processes of the step, and SIGKILL after Slurm's KillWait."""
+    more = ("--slurm", "nodes=2", "--nproc-per-node", "2")
+    job = command.start(*more, script(STEPS), "0.05")
+    job.lines("up", 4, within=2 * START_TIMEOUT)
+    cluster.run("scancel", slurm_id(job))
+    result = job.end()
+    saved = saved_steps(command("logs", command.status()["run_id"]).out)
+    assert (len(saved), len({*saved})) == (4, 1), result
+    assert (result.code, command.status()["code"]) == (143, 143), result
+
+
+@pytest.mark.chaos
+def test_all_ranks_save_at_one_step_when_the_job_is_preempted(
+    command: Unirun, script: Script, cluster: Slurm
+) -> None:
+    job = command.start("--slurm", "nodes=2", "--nproc-per-node", "2", script(STEPS), "0.05")
+    job.lines("up", 4, within=2 * START_TIMEOUT)
+    number = slurm_id(job)
+    cluster.run("srun", "--partition=urgent", "--nodes=3", "--exclusive", "true")
+    eventually(lambda: cluster.job(number)["JobState"] == "PENDING", "the job is requeued")
+    saved = saved_steps(command("logs", "--attempt", 0, command.status()["run_id"]).out)
+    assert (len(saved), len({*saved})) == (4, 1), saved
+    job.signal(signal.SIGINT)
+    job.end()
 
 
 def test_a_step_of_several_tasks_on_one_node_starts_no_job(
