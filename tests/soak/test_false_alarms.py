@@ -80,13 +80,28 @@ TRAINING = """
         if rng.random() < 0.02:
             # As a full collection of the garbage collector, with the GIL.
             ctypes.PyDLL(None).usleep(1_000_000)
-        if step % 200 == 0 and rank == 0:
+        if step % int(sys.argv[2]) == 0 and rank == 0:
             with unirun.allowance(30):
                 time.sleep(20)
         goes_on.fill_(time.monotonic() < began + seconds)
         dist.all_reduce(goes_on, dist.ReduceOp.MIN)
     print("done", step, flush=True)
 """
+
+
+def trains_without_an_alarm(unirun: Unirun, script: Script, seconds: float, steps: int) -> None:
+    """Train for so long, with a save after so many `steps`, and with `LOAD` processes beside it. Nobody is reported as
+    late, and nobody is killed."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(LOAD):
+            busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            stack.callback(busy.wait)
+            stack.callback(busy.kill)
+        options = ("--nproc-per-node", "4", "--hang-timeout", "10", "--first-step-timeout", "60")
+        job = unirun.start(*options, script(TRAINING), str(seconds), str(steps))
+        result = job.end(within=seconds + 200)
+    assert (result.code, unirun.status()["failures"], unirun.events("late")) == (0, [], []), result.err
+    print(f"\n{result.lines[0]}")
 
 
 def test_no_rank_hangs_that_pauses_for_a_second_or_saves_for_longer_than_the_time_out(
@@ -96,13 +111,4 @@ def test_no_rank_hangs_that_pauses_for_a_second_or_saves_for_longer_than_the_tim
     2. Each pauses for a second now and then, with the GIL, and rank 0 saves for 20 seconds, with an allowance.
     3. Nobody is reported as late, and nobody is killed.
     """
-    with contextlib.ExitStack() as stack:
-        for _ in range(LOAD):
-            busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-            stack.callback(busy.wait)
-            stack.callback(busy.kill)
-        options = ("--nproc-per-node", "4", "--hang-timeout", "10", "--first-step-timeout", "60")
-        job = unirun.start(*options, script(TRAINING), str(SECONDS))
-        result = job.end(within=SECONDS + 200)
-    assert (result.code, unirun.status()["failures"], unirun.events("late")) == (0, [], []), result.err
-    print(f"\n{result.lines[0]}")
+    trains_without_an_alarm(unirun, script, SECONDS, 200)
