@@ -187,7 +187,12 @@ class Rollout(unirun.Workload):
         return greedy_returns(self.network, seeds)
 
     def _become(self, version: int) -> None:
-        if self.channel.version != version:
+        if self.channel.version == version:
+            return
+        try:
+            self.channel.receive(into=self.network.policy, min_version=version)
+        except unirun.PeerLost:
+            # An actor has died meanwhile. This waits for its successor, which publishes the version again.
             self.channel.receive(into=self.network.policy, min_version=version)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,31 @@ class TestPPO:
         assert min(results.values()) >= 150
         assert f"1 of 1 seeds reached 150; learning curves in {out}" in done.lines
         assert out.stat().st_size > 1000
+
+    @pytest.mark.chaos
+    @pytest.mark.timeout(600)
+    def test_ppo_example_learns_though_a_rank_is_killed_every_five_seconds(
+        self, unirun: Unirun, tmp_path: Path
+    ) -> None:
+        """For a minute. The ranks that are not killed keep their processes."""
+        config = (f"config.out={tmp_path / 'reward.png'}", "config.seeds=[0,1,2,3,4,5,6,7]")
+        running = unirun.start(
+            "--config", "job.yaml", "--max-restarts", 30, *config, cwd=EXAMPLES / "ppo_cartpole"
+        )
+        running.lines(r"update +2 ")
+        schedule = ("--fault", "sigkill", "--every", "5s", "--for", "60s", "--seed", "1")
+        found = unirun("inject", unirun.job_dir().name, "actor", *schedule, within=120)
+        killed = Counter(re.findall(r"sigkill → (\w+:\d)", found.out))
+        done = running.end(400)
+        assert done.code == 0, done.err
+        assert killed.total() >= 10, found
+        assert min(result_of(unirun).values()) >= 400
+        ranks = {
+            f"{role['name']}:{rank['rank']}": rank["incarnation"]
+            for role in unirun.status()["roles"]
+            for rank in role["workers"]
+        }
+        assert {who: count for who, count in ranks.items() if count} == dict(killed)
 
     def test_ppo_example_can_be_described_on_the_command_line(self, unirun: Unirun) -> None:
         job = ("plan", "--roles", self.CLASSES, "--trainer", "unified:PPOTrainer")
