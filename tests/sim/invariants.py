@@ -305,7 +305,8 @@ class Invariants:
         others = [self.state.roles[name] for name in self.state.role_spec(role.name).after]
         turn = all(other.running == len(other.workers) for other in others)
         turn &= not any(r.living for r in self.state.roles.values() if r.phase is RolePhase.RESTARTING)
-        return role.due > self.clock.now or (role.due > 0 and not turn)
+        backs_off = any(worker.due > self.clock.now for worker in role.workers)
+        return role.due > self.clock.now or backs_off or (role.due > 0 and not turn)
 
     def _must_have_stores(self) -> None:
         """Ranks of a role that runs can meet: the store of its generation is served.
