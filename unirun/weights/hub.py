@@ -18,6 +18,8 @@ from unirun.roles.formation import store_of
 from unirun.roles.process_groups import dist
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import WorkerId
+from unirun.weights.admitting import Gate
+from unirun.weights.gate import Enter
 from unirun.weights.messages import (
     WEIGHTS,
     Describe,
@@ -31,7 +33,7 @@ from unirun.weights.messages import (
     encode,
 )
 from unirun.weights.pairing import PairGroup
-from unirun.weights.producing import Demand, Enter, Gate, Producer
+from unirun.weights.producing import Demand, Producer
 from unirun.weights.publishing import Publisher, buffers_of
 from unirun.weights.sources import Copy, PeerConnection, RemoteSource, Sent
 from unirun.weights.tensors import Box, Layout, Part
@@ -234,7 +236,7 @@ class Hub:
         # With a lock of their own: where workers are threads, what this process tells comes back at once.
         self._lines: WeakSet[PeerConnection] = WeakSet()
         self._of_lines = threading.Lock()
-        context.peers.when_changed(self._end_lines)
+        context.peers.when_changed(self._look)
 
     def _end_lines(self) -> None:
         """End the connections to processes that are gone: from a host without power, nothing tells the end."""
@@ -296,7 +298,16 @@ class Hub:
         """The gate that lets producers of `queue` begin."""
         self._listen()
         with self._lock:
-            return self._gates.setdefault(queue, Gate())
+            return self._gates.setdefault(queue, Gate(self._gone))
+
+    def _look(self) -> None:
+        """Note which workers are gone."""
+        self._end_lines()
+        # Without the lock, as for the lines.
+        for producer in tuple(self._producers.values()):
+            producer.lost(self._gone)
+        for gate in tuple(self._gates.values()):
+            gate.look()
 
     def _listen(self) -> None:
         with self._lock:

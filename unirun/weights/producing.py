@@ -1,26 +1,29 @@
-"""The producing end of a queue: items in shared memory until they are used, and who may make one more."""
+"""The producing end of a queue: items in shared memory until they are used."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 import torch
-from msgspec.structs import replace
 
 from unirun.errors import FrameError, QueueTimeout
 from unirun.roles.calls.codec import dump
 from unirun.roles.transport.frames import offsets
 from unirun.roles.transport.protocol import Lent, Parcel, Reply, writable
 from unirun.values import Value, WorkerId
+from unirun.weights.admitting import Admissions, settled
+from unirun.weights.gate import Counts
 from unirun.weights.publishing import Block, Blocks
 
-# The requests of consumers to producers and of producers to the gate, and the answers: JSON in the head of a parcel.
+# The requests of consumers to producers, and the answers: JSON in the head of a parcel.
 #
 # The item itself is the only buffer of the parcel: its pickle, then the memory of its tensors.
 
@@ -42,7 +45,8 @@ class Take(Value, tag=True):
 
 
 class Hold(Value, tag=True):
-    """The taker has these items and no others: it has connected anew, and answers may have been lost."""
+    """The taker has these items and no others: it has connected anew, and answers may have been lost. Answered with the
+    `Counts` of the producer."""
 
     queue: str
     taker: WorkerId
@@ -58,23 +62,9 @@ class Done(Value, tag=True):
     dropped: bool
 
 
-class Enter(Value, tag=True):
-    """The producer asks whether it may begin one more item. It has begun `count` so far, without those that were
-    dropped, and consumers have used `delivered`. Answered as soon as it may, or not at all after `patience` seconds.
-
-    With None it tells the counts alone, as it has given an admission back, or waits no longer. Answered at once.
-    """
-
-    queue: str
-    producer: WorkerId
-    count: int
-    delivered: int
-    patience: float | None = None
-
-
 class Offered(Value, tag=True):
-    """The answer to all requests: an item of `version`. `sizes` are those of its pickle and of each buffer, in bytes.
-    Number 0: there is no item with it."""
+    """The answer to all requests but `Hold`: an item of `version`. `sizes` are those of its pickle and of each buffer,
+    in bytes. Number 0: there is no item with it."""
 
     number: int = 0
     version: int | None = None
@@ -86,7 +76,7 @@ Demand = AwaitItem | Take | Hold | Done
 _offers = msgspec.json.Decoder(Offered)
 
 
-def encode(message: Demand | Enter | Offered) -> bytes:
+def encode(message: Demand | Counts | Offered) -> bytes:
     """The head of a parcel."""
     return msgspec.json.encode(message)
 
@@ -103,103 +93,6 @@ ACK = Parcel(encode(Offered()))
 """The answer to what needs no other."""
 
 
-# The decision about who may make one more item: the bound on the age of its weights when it is trained on.
-
-
-class Bound(Value):
-    """An item is trained on at most `max_head_offpolicyness` versions after the weights that it was made with; each
-    version takes `batch` items."""
-
-    batch: int
-    max_head_offpolicyness: int
-
-    def may_begin(self, made: int, version: int) -> bool:
-        """Return True if, after `made` items, the next one will be in a batch that is trained on early enough.
-
-        It will be in batch ``made // batch``, which is trained on with that version at the earliest. This is AReaL's
-        rule (``is_staled`` of its rollout manager).
-        """
-        return made // self.batch <= version + self.max_head_offpolicyness
-
-    def is_stale(self, made_with: int, version: int) -> bool:
-        """Return True if an item is too old to be trained on."""
-        return version - made_with > self.max_head_offpolicyness
-
-
-class Gate:
-    """Lets producers begin. It is in rank 0 of the consumer, which knows the version. `handle` is called in a thread of
-    the transport.
-
-    A new gate takes it that each version before its own has had its batch.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._lock = threading.Lock()
-        self._bound: Bound | None = None
-        self._version = 0
-        # Items in the batches before, without those that producers count themselves.
-        self._before = 0
-        # The latest counts of each producer.
-        self._counts: dict[WorkerId, Enter] = {}
-        # Producers that want to begin, and when their time is over.
-        self._waiting: dict[WorkerId, tuple[Reply, float]] = {}
-
-    def open(self, bound: Bound, version: int) -> None:
-        """Let producers begin; `version` weights were trained before."""
-        with self._lock:
-            if self._bound is None:
-                self._bound, self._version = bound, version
-                self._before += version * bound.batch
-        self._let_in()
-
-    def advance(self, version: int) -> None:
-        """These weights are trained now."""
-        with self._lock:
-            self._version = max(self._version, version)
-        self._let_in()
-
-    def lost(self, alive: Collection[WorkerId]) -> None:
-        """Producers that are not `alive` have taken with them what they had not delivered."""
-        with self._lock:
-            for who in [who for who in self._counts if who not in alive]:
-                self._before += self._counts.pop(who).delivered
-            self._waiting = {who: each for who, each in self._waiting.items() if who in alive}
-        self._let_in()
-
-    def handle(self, request: Enter, reply: Reply) -> None:
-        """Answer when the producer may begin; at once when it does not want to."""
-        with self._lock:
-            if request.producer not in self._counts:
-                # What was delivered before this gate was there is in the batches of earlier versions.
-                self._before -= request.delivered
-            self._counts[request.producer] = request
-            # A producer has one request at a time: an earlier one that still waits was given up.
-            self._waiting.pop(request.producer, None)
-            if request.patience is not None:
-                self._waiting[request.producer] = reply, self._now() + request.patience
-        self._let_in()
-        if request.patience is None:
-            reply(ACK)
-
-    def _let_in(self) -> None:
-        replies = []
-        with self._lock:
-            now = self._now()
-            self._waiting = {who: each for who, each in self._waiting.items() if each[1] > now}
-            while self._waiting and self._bound is not None and self._may_begin(self._bound):
-                first = next(iter(self._waiting))
-                count = self._counts[first]
-                self._counts[first] = replace(count, count=count.count + 1)
-                replies.append(self._waiting.pop(first)[0])
-        for reply in replies:
-            reply(ACK)
-
-    def _may_begin(self, bound: Bound) -> bool:
-        made = self._before + sum(each.count for each in self._counts.values())
-        return bound.may_begin(made, self._version)
-
-
 KEPT = "queue"
 """The reader of a block whose item nobody has used yet."""
 
@@ -209,6 +102,9 @@ SPARE = 16
 
 _Item = tuple[Offered, Block]
 """An item, and the block in which its pickle and its buffers are."""
+
+_Parts = tuple[memoryview, ...]
+"""The pickle of an item, and its buffers."""
 
 
 class Producer:
@@ -224,6 +120,9 @@ class Producer:
         self._taken: dict[int, tuple[_Item, WorkerId]] = {}
         # Consumers that wait for an item, and when their time is over.
         self._waiting: list[tuple[Reply, float]] = []
+        # Those that wait with an item until there is room, in the order in which they have come.
+        self._full: dict[Future[None], None] = {}
+        self._most = 1
         self._number = 0
         self._filling = 0
         self._sent = 0
@@ -231,6 +130,9 @@ class Producer:
         """Items that were too old when they were taken."""
         self.delivered = 0
         """Items that consumers have used."""
+        self.admissions = Admissions(lambda: self.counted())
+        self.counted: Callable[[], None] = lambda: None
+        """Called in any thread when `counts` are others."""
 
     def __len__(self) -> int:
         """The number of items that no consumer has taken."""
@@ -242,27 +144,80 @@ class Producer:
         with self._changed:
             return len(self._items) + len(self._taken) + self._filling
 
+    def counts(self) -> Counts:
+        """The items that were admitted, put and used."""
+        # First, so that an item which is dropped meanwhile counts once too often, and not too rarely.
+        dropped, delivered = self.dropped, self.delivered
+        still_open, made = self.admissions.counts()
+        return Counts(still_open, made - dropped, delivered)
+
     def has_room(self, most: int) -> bool:
         """Return True if `put` would not wait."""
         return len(self._items) + self._filling < most
 
     def put(self, value: object, version: int | None, most: int, deadline: float) -> None:
         """Add an item, as soon as fewer than `most` are there. Raises `QueueTimeout`, `EncodingError`."""
+        parts, room = self._packed(value), self._reserved(most)
+        try:
+            room.result(max(deadline - self._now(), 0.0))
+        except TimeoutError:
+            raise self._too_full(room) from None
+        except BaseException:
+            self._give_up(room)
+            raise
+        self._add(parts, version)
+
+    async def put_async(self, value: object, version: int | None, most: int, deadline: float) -> None:
+        """As `put`, in an event loop."""
+        parts, room = self._packed(value), self._reserved(most)
+        try:
+            if not room.done() and not await settled(room, max(deadline - self._now(), 0.0)):
+                raise self._too_full(room)
+        except asyncio.CancelledError:
+            self._give_up(room)
+            raise
+        self._add(parts, version)
+
+    def _packed(self, value: object) -> _Parts:
         head, buffers = dump(value, f"an item of queue {self._queue!r}")
-        parts = (memoryview(head), *(buffer.cast("B") for buffer in buffers))
+        return (memoryview(head), *(buffer.cast("B") for buffer in buffers))
+
+    def _reserved(self, most: int) -> Future[None]:
+        """A place for one more item, which is there when the future has its result."""
+        room: Future[None] = Future()
+        with self._changed:
+            self._most = most
+            self._full[room] = None
+            self._make_room()
+        return room
+
+    def _make_room(self) -> None:
+        while self._full and self.has_room(self._most):
+            room = next(iter(self._full))
+            del self._full[room]
+            self._filling += 1
+            room.set_result(None)
+
+    def _give_up(self, room: Future[None]) -> None:
+        with self._changed:
+            if room in self._full:
+                del self._full[room]
+            else:
+                self._filling -= 1
+                self._make_room()
+
+    def _too_full(self, room: Future[None]) -> QueueTimeout:
+        self._give_up(room)
+        return QueueTimeout(
+            f"queue {self._queue!r} was full, with {self._most} items, until the deadline",
+            "consume faster, or produce less",
+            queue=self._queue,
+        )
+
+    def _add(self, parts: _Parts, version: int | None) -> None:
         sizes = tuple(part.nbytes for part in parts)
         places, total = offsets(sizes)
         with self._changed:
-            while not self.has_room(most):
-                left = deadline - self._now()
-                if left <= 0:
-                    raise QueueTimeout(
-                        f"queue {self._queue!r} was full, with {most} items, until the deadline",
-                        "consume faster, or produce less",
-                        queue=self._queue,
-                    )
-                self._changed.wait(left)
-            self._filling += 1
             block = self._blocks.take(total, KEPT)
         for place, part in zip(places, parts, strict=True):
             if part.nbytes:
@@ -276,6 +231,7 @@ class Producer:
             self._items.append((Offered(self._number, version, sizes), block))
             woken = self._woken()
         self._tell(woken)
+        self.admissions.put()
 
     def _woken(self) -> list[Reply]:
         """The consumers that wait for an item, when there is one."""
@@ -302,6 +258,8 @@ class Producer:
                 return
             case Hold(taker=taker, numbers=numbers):
                 self._put_back(lambda number, who: who == taker and number not in numbers)
+                reply(Parcel(encode(self.counts())))
+                return
             case Done():
                 self._used(request)
         reply(ACK)
@@ -315,7 +273,7 @@ class Producer:
             self._sent += 1
             reader = f"{taker} {self._sent}"
             block.readers.add(reader)
-            self._changed.notify_all()
+            self._make_room()
         head = encode(offer)
         _, total = offsets(offer.sizes)
 
@@ -342,10 +300,11 @@ class Producer:
                 else:
                     self.delivered += 1
             self._changed.notify_all()
+        self.counted()
 
-    def lost(self, alive: Collection[WorkerId]) -> None:
-        """Items of consumers that are not `alive` are there for others again."""
-        self._put_back(lambda _, who: who not in alive)
+    def lost(self, gone: Callable[[WorkerId], bool]) -> None:
+        """Items of consumers that are gone are there for others again."""
+        self._put_back(lambda _, who: gone(who))
 
     def _put_back(self, which: Callable[[int, WorkerId], bool]) -> None:
         with self._changed:
@@ -375,3 +334,4 @@ class Producer:
             self._taken.clear()
             self._waiting.clear()
             self._blocks.close()
+        self.admissions.close(self.delivered + self.dropped)

@@ -8,8 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextvars import ContextVar
-from types import TracebackType
+from contextlib import suppress
 from typing import Any
 
 from unirun.errors import FrameError, PeerLost, QueueEnded, QueueTimeout, UsageError
@@ -18,18 +17,11 @@ from unirun.roles.context import init
 from unirun.roles.transport.frames import offsets
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import Value, WorkerId
+from unirun.weights.admitting import Admission, Entrance, counts_of, settled
+from unirun.weights.gate import Bound, Counts
 from unirun.weights.hub import MAX_WAIT_SECONDS, hub_of
-from unirun.weights.producing import (
-    AwaitItem,
-    Bound,
-    Done,
-    Enter,
-    Hold,
-    Offered,
-    Take,
-    encode,
-    offered,
-)
+from unirun.weights.messages import WEIGHTS
+from unirun.weights.producing import AwaitItem, Done, Hold, Offered, Take, encode, offered
 from unirun.weights.sources import PeerConnection
 from unirun.wire.progress import page
 from unirun.wire.reports import Metrics
@@ -61,14 +53,20 @@ class RemoteProducer:
         changed: Callable[[], None],
         *,
         here: bool,
+        counted: Callable[[WorkerId, Counts], None] = lambda who, counts: None,
     ) -> None:
         """`held`: the items of this producer that the consumer has, as it has connected before. `here`: the producer is
-        on this host."""
+        on this host. `counted` is called, in some thread, with the counts that it tells."""
         self.line, self._queue, self._me, self._here = line, queue, me, here
         self._changed = changed
         self._asked: list[Future[Parcel]] = []
         self._woken: Future[Parcel] | None = None
-        self._tell(Hold(queue, me, tuple(held)))
+        self._counted = counted
+        self._tell(Hold(queue, me, tuple(held))).add_done_callback(self._held)
+
+    def _held(self, answer: Future[Parcel]) -> None:
+        with suppress(PeerLost):
+            self._counted(self.line.who, counts_of(answer.result().head))
 
     def _tell(self, request: AwaitItem | Take | Hold | Done) -> Future[Parcel]:
         """Send a request. The future raises `PeerLost` when the producer has ended."""
@@ -133,7 +131,8 @@ class Consumer:
 
     def __init__(self, queue: str, bound: Bound | None, now: Callable[[], float] = time.monotonic) -> None:
         self._queue, self._bound, self._now = queue, bound, now
-        self._news = threading.Event()
+        self._news: Future[None] = Future()
+        self._of_news = threading.Lock()
         self._turn = 0
         self._ready: list[tuple[WorkerId, int, Item]] = []
         self._out: dict[WorkerId, list[int]] = {}
@@ -143,7 +142,9 @@ class Consumer:
 
     def changed(self) -> None:
         """There may be new items or new producers. Called in any thread."""
-        self._news.set()
+        with self._of_news:
+            news, self._news = self._news, Future()
+        news.set_result(None)
 
     def held(self, who: WorkerId) -> list[int]:
         """The items of a producer that are here and were not said to be used."""
@@ -155,24 +156,46 @@ class Consumer:
         `feeds` returns the producers that can be reached now.
         """
         while True:
-            self._news.clear()
-            there = feeds() if len(self._ready) < count else ()
-            for feed in there:
-                self._collect(feed)
-            self._drop_old(there)
-            if len(self._ready) >= count:
-                given, self._ready = self._ready[:count], self._ready[count:]
-                for who, number, _ in given:
-                    self._out.setdefault(who, []).append(number)
-                return [item for _, _, item in given]
+            news = self._news
+            if (found := self._taken(count, feeds)) is not None:
+                return found
+            left = self._left(count, deadline)
+            with suppress(TimeoutError):
+                news.result(left)
+
+    async def get_async(
+        self, count: int, feeds: Callable[[], Sequence[RemoteProducer]], deadline: float
+    ) -> list[Item]:
+        """As `get`, in an event loop."""
+        while True:
+            news = self._news
+            if (found := self._taken(count, feeds)) is not None:
+                return found
+            await settled(news, self._left(count, deadline))
+
+    def _left(self, count: int, deadline: float) -> float:
+        left = deadline - self._now()
+        if left <= 0:
+            raise QueueTimeout(
+                f"queue {self._queue!r} had {len(self._ready)} of {count} items until the deadline",
+                "produce faster, or wait longer",
+                queue=self._queue,
+            )
+        return left
+
+    def _taken(self, count: int, feeds: Callable[[], Sequence[RemoteProducer]]) -> list[Item] | None:
+        """The items, if there are so many; otherwise ask for the rest."""
+        there = feeds() if len(self._ready) < count else ()
+        for feed in there:
+            self._collect(feed)
+        self._drop_old(there)
+        if len(self._ready) < count:
             self._ask(count - len(self._ready) - sum(feed.asked for feed in there), there)
-            left = deadline - self._now()
-            if left <= 0 or not self._news.wait(left):
-                raise QueueTimeout(
-                    f"queue {self._queue!r} had {len(self._ready)} of {count} items until the deadline",
-                    "produce faster, or wait longer",
-                    queue=self._queue,
-                )
+            return None
+        given, self._ready = self._ready[:count], self._ready[count:]
+        for who, number, _ in given:
+            self._out.setdefault(who, []).append(number)
+        return [item for _, _, item in given]
 
     def _ask(self, count: int, feeds: Sequence[RemoteProducer]) -> None:
         """Ask for `count` items, in turn those producers that may have some."""
@@ -211,109 +234,6 @@ class Consumer:
         self._drop_old(feeds)
 
 
-# Admissions of a producer: permissions to make one item each, used by `put` or given back.
-
-_blocks: ContextVar[tuple[Admission, ...]] = ContextVar("unirun_admissions", default=())
-"""The admissions in whose blocks the code of this thread or task is, the innermost last."""
-
-
-class Admission:
-    """Permission to make one item of a queue, which `Queue.admit` returns. The next `put` uses it.
-
-    As a context manager it is used by a `put` in its block. Without a `put` there it is given back at the end of the
-    block, also after an exception.
-    """
-
-    def __init__(self, end: Callable[[Admission], None] | None = None) -> None:
-        """`end` is called with it when it is given back; None for a queue without a bound."""
-        self._end = end
-        self.in_block = False
-
-    def reject(self) -> None:
-        """Give it back, as no item will be put for it. Does nothing when it was used or given back before."""
-        if self._end is not None:
-            self._end(self)
-
-    def __enter__(self) -> Admission:
-        self.in_block = True
-        _blocks.set((*_blocks.get(), self))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _blocks.set(tuple(each for each in _blocks.get() if each is not self))
-        self.reject()
-        self.in_block = False
-
-
-class Admissions:
-    """The admissions of one producer. Thread-safe."""
-
-    def __init__(self, given_back: Callable[[], None]) -> None:
-        """`given_back` is called when an admission was."""
-        self._given_back = given_back
-        self._lock = threading.Lock()
-        self._made = 0
-        # Admissions without an item, the oldest first.
-        self._open: list[Admission] = []
-        # Admissions of open blocks that were used by a put whose block is not known.
-        self._taken: list[Admission] = []
-
-    @property
-    def begun(self) -> int:
-        """Items that were put, and admissions without one."""
-        with self._lock:
-            return self._made + len(self._open)
-
-    @property
-    def open(self) -> int:
-        """Admissions without an item."""
-        return len(self._open)
-
-    def admit(self) -> Admission:
-        """Add an admission."""
-        made = Admission(self._reject)
-        with self._lock:
-            self._open.append(made)
-        return made
-
-    def put(self) -> None:
-        """Count an item that was put. It uses the admission of the innermost block, else the oldest one, if there is
-        any."""
-        mine = _blocks.get()
-        with self._lock:
-            inner = [each for each in mine if each in self._open]
-            used = inner[-1] if inner else next(iter(self._open), None)
-            if used is not None:
-                self._open.remove(used)
-                if not inner and used.in_block:
-                    self._taken.append(used)
-            self._made += 1
-
-    def _reject(self, admission: Admission) -> None:
-        with self._lock:
-            if admission in self._taken:
-                self._taken.remove(admission)
-                return
-            if admission not in self._open:
-                return
-            self._open.remove(admission)
-            if admission.in_block and self._taken:
-                # The item may be that of this block, made in a thread that does not know it. The block of which the
-                # admission was taken has it back, and gives it back if it does not need it.
-                self._open.insert(0, self._taken.pop(0))
-                return
-        self._given_back()
-
-    def close(self, kept: int) -> None:
-        """Note that the producer puts no more, and that all but `kept` of its items are gone."""
-        with self._lock:
-            self._made = kept
-            self._open.clear()
-            self._taken.clear()
-
-
 QUEUE_REPORT_INTERVAL = 1.0
 """Seconds between two reports of a queue's figures."""
 
@@ -337,7 +257,14 @@ class Queue:
     With ``batch=512, max_head_offpolicyness=4``, no item is trained on more than four versions after the weights that
     it was made with: consumers say ``advance(version)`` after each batch of 512 items, all of them together, and an
     older item is not given out. Producers make an item ``with queue.admit():``, which waits as long as that would be
-    too old when its turn comes; and ``put(..., version=...)``. Versions count from 0 by one.
+    too old when its turn comes; and ``put(..., version=...)``. Versions count from 0 by one. At most
+    `max_concurrent_rollouts` items are made at the same time, by all producers together.
+
+    `admit`, `put`, `get` and `get_batch` block a thread. Those whose names end in ``_async`` are awaited, so that one
+    event loop has thousands of items open::
+
+        with await queue.admit_async():
+            await queue.put_async(await episode(), version=version)
     """
 
     def __init__(
@@ -349,6 +276,7 @@ class Queue:
         maxsize: int = 64,
         batch: int | None = None,
         max_head_offpolicyness: int | None = None,
+        max_concurrent_rollouts: int | None = None,
     ) -> None:
         """`maxsize`: items of each rank of `producer` that no consumer has taken. Raises `UsageError` for
         values that do not fit, and in a process that is in neither role."""
@@ -369,30 +297,39 @@ class Queue:
             )
         self._bound: Bound | None = None
         if batch is not None and max_head_offpolicyness is not None:
+            self._bound = Bound(batch, max_head_offpolicyness, max_concurrent_rollouts)
             if batch < 1 or max_head_offpolicyness < 0:
                 raise UsageError(
                     f"queue {name!r}: batch is {batch}, max_head_offpolicyness {max_head_offpolicyness}",
                     "give at least 1 and 0",
                 )
-            self._bound = Bound(batch, max_head_offpolicyness)
+        if max_concurrent_rollouts is not None and (self._bound is None or max_concurrent_rollouts < 1):
+            raise UsageError(
+                f"queue {name!r}: max_concurrent_rollouts is {max_concurrent_rollouts}",
+                "give at least 1, and batch and max_head_offpolicyness",
+            )
         self._hub = hub_of(self._context)
         self._waits: defaultdict[str, float] = defaultdict(float)
         self._told = 0.0
         self._feeds: dict[int, RemoteProducer] = {}
         self._gate: PeerConnection | None = None
-        self._admissions = Admissions(self._given_back)
-        # A request to the gate has the count of all threads, so there is one at a time.
-        self._asking = threading.Lock()
-        self._untold = False
         self._consumer = Consumer(name, self._bound)
+        peers = self._context.peers
         if self._context.role == producer:
             self._items = self._hub.producer(name)
-            self._context.peers.when_changed(lambda: self._items.lost(self._alive(consumer)))
+            self._entrance = Entrance(
+                name,
+                self._context.session.me,
+                self._items.admissions,
+                self._items.counts,
+                self._reach_gate,
+                consumer,
+            )
+            if self._bound is not None:
+                self._items.counted = self._entrance.changed
+                peers.when_changed(self._entrance.wake)
         else:
-            self._context.peers.when_changed(self._consumer.changed)
-            if self._bound is not None and self._context.rank == 0:
-                gate = self._hub.gate(name)
-                self._context.peers.when_changed(lambda: gate.lost(self._alive(producer)))
+            peers.when_changed(self._consumer.changed)
 
     def put(self, value: object, *, version: int | None = None, timeout: float | None = None) -> None:
         """Add an item, as soon as fewer than `maxsize` items of this rank are there. It may be changed afterwards.
@@ -400,15 +337,25 @@ class Queue:
         `version` is that of the weights that it was made with. Raises `QueueTimeout` after `timeout` seconds, by
         default those of calls; `EncodingError` for what cannot be pickled.
         """
+        self._may_put(version)
+        with self._waiting("full_s"), page().idle():
+            self._items.put(value, version, self.maxsize, self._deadline(timeout))
+
+    async def put_async(
+        self, value: object, *, version: int | None = None, timeout: float | None = None
+    ) -> None:
+        """As `put`, in an event loop."""
+        self._may_put(version)
+        with self._waiting("full_s"):
+            await self._items.put_async(value, version, self.maxsize, self._deadline(timeout))
+
+    def _may_put(self, version: int | None) -> None:
         self._must_be(self.producer, "put")
         if self._bound is not None and version is None:
             raise UsageError(
                 f"queue {self.name!r} bounds the age of its items, and this one has no version",
                 "put(..., version=...)",
             )
-        with self._waiting("full_s"):
-            self._items.put(value, version, self.maxsize, self._deadline(timeout))
-        self._admissions.put()
 
     def admit(self, *, timeout: float | None = None) -> Admission:
         """Wait until the next item may be made, so that it will not be too old when it is trained on. Call it once for
@@ -427,72 +374,20 @@ class Queue:
         self._must_be(self.producer, "admit")
         if self._bound is None:
             return Admission()
-        deadline = self._deadline(timeout)
+        with self._waiting("held_back_s"), page().idle():
+            return self._entrance.admit(self._deadline(timeout))
+
+    async def admit_async(self, *, timeout: float | None = None) -> Admission:
+        """As `admit`, in an event loop. When the task is cancelled while it waits, nothing is admitted."""
+        self._must_be(self.producer, "admit")
+        if self._bound is None:
+            return Admission()
         with self._waiting("held_back_s"):
-            if not self._asking.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
-                raise self._held_back()
-            try:
-                while not self._admitted(deadline):
-                    if time.monotonic() >= deadline:
-                        raise self._held_back()
-                return self._admissions.admit()
-            except BaseException:
-                # The gate may have admitted an item after this wait was over.
-                self._untold = True
-                raise
-            finally:
-                self._asking.release()
-                self._tell_gate()
+            return await self._entrance.admit_async(self._deadline(timeout))
 
-    def _held_back(self) -> QueueTimeout:
-        problem = f"no item of queue {self.name!r} may be made until {self.consumer} has trained on more"
-        remedy = "does it call advance(version) after each batch? else wait longer"
-        if self._admissions.open:
-            problem += f"; this process has {self._admissions.open} admissions for which it has put nothing"
-            remedy = "put an item for each, or give them back: with queue.admit(): …"
-        return QueueTimeout(problem, remedy, queue=self.name)
-
-    def _given_back(self) -> None:
-        """Tell the gate, which may admit others. A request that waits now is repeated soon, and has the new count
-        then."""
-        self._untold = True
-        self._tell_gate()
-
-    def _tell_gate(self) -> None:
-        """Tell the gate how many items were begun, if it may think otherwise."""
-        while self._untold and self._asking.acquire(blocking=False):
-            try:
-                self._untold = False
-                with contextlib.suppress(PeerLost):
-                    # The successor of a gate that is gone learns the counts from the next request.
-                    self._gate = self._hub.line(self.consumer, 0, self._gate)
-                    if self._gate is not None:
-                        self._gate.ask(encode(Enter(self.name, self._context.session.me, *self._counts())))
-            finally:
-                self._asking.release()
-
-    def _counts(self) -> tuple[int, int]:
-        """Items that this process has begun, without those that were dropped; and those that were used."""
-        return self._admissions.begun - self._items.dropped, self._items.delivered
-
-    def _admitted(self, deadline: float) -> bool:
-        """Return True if the gate has let this process in. It may be another one the next time."""
-        # Consumers drop items meanwhile, which the gate learns from the next question.
-        left = min(max(deadline - time.monotonic(), 0.0), QUEUE_REPORT_INTERVAL)
-        updates = self._context.peers.updates
+    def _reach_gate(self) -> PeerConnection | None:
         self._gate = self._hub.line(self.consumer, 0, self._gate)
-        if self._gate is None:
-            self._context.peers.wait(updates, left)
-            return False
-        request = Enter(self.name, self._context.session.me, *self._counts(), left)
-        try:
-            self._gate.ask(encode(request)).result(left)
-        except TimeoutError:
-            return False
-        except PeerLost:
-            self._context.peers.wait(updates, left)
-            return False
-        return True
+        return self._gate
 
     def join(self, *, timeout: float | None = None) -> None:
         """Wait until all items of this rank were used. Raises `QueueTimeout`."""
@@ -505,12 +400,34 @@ class Queue:
 
     def get_batch(self, count: int, *, timeout: float | None = None) -> list[Item]:
         """The next `count` items. Raises as `get`; what has come before that is there for the next call."""
+        self._may_get()
+        with self._waiting("empty_s"), page().idle():
+            return self._consumer.get(count, self._connected, self._deadline(timeout))
+
+    async def get_async(self, *, timeout: float | None = None) -> Item:
+        """As `get`, in an event loop."""
+        return (await self.get_batch_async(1, timeout=timeout))[0]
+
+    async def get_batch_async(self, count: int, *, timeout: float | None = None) -> list[Item]:
+        """As `get_batch`, in an event loop."""
+        self._may_get()
+        with self._waiting("empty_s"):
+            return await self._consumer.get_async(count, self._connected, self._deadline(timeout))
+
+    def _may_get(self) -> None:
         self._must_be(self.consumer, "get")
         self.done()
         if self._bound is not None and self._context.rank == 0:
-            self._hub.gate(self.name).open(self._bound, self._consumer.version)
-        with self._waiting("empty_s"):
-            return self._consumer.get(count, self._connected, self._deadline(timeout))
+            self._hub.gate(self.name).open(self._bound, self._consumer.version, self._listening)
+
+    def _listening(self) -> frozenset[WorkerId]:
+        """The producers that may have made items."""
+        view = self._context.peers.view(self.producer)
+        return frozenset(
+            WorkerId(self.producer, worker.rank, worker.incarnation)
+            for worker in (view.workers if view is not None else ())
+            if worker.addresses.get(WEIGHTS) and worker.phase not in ("ended", "lost")
+        )
 
     def done(self) -> None:
         """All items that this process has got were used."""
@@ -528,9 +445,6 @@ class Queue:
         """Producer: give the memory back, with all items that no consumer has taken. Consumer: all items were used."""
         if self._context.role == self.producer:
             self._items.close()
-            self._admissions.close(self._items.delivered + self._items.dropped)
-            if self._bound is not None:
-                self._given_back()
         else:
             self.done()
         for line in (self._gate, *(feed.line for feed in self._feeds.values())):
@@ -552,8 +466,15 @@ class Queue:
                 continue
             if known is None or known.line is not line:
                 held, here = self._consumer.held(line.who), self._hub.is_here(line)
-                me, changed = self._context.session.me, self._consumer.changed
-                known = RemoteProducer(self.name, me, line, held, changed, here=here)
+                known = RemoteProducer(
+                    self.name,
+                    self._context.session.me,
+                    line,
+                    held,
+                    self._consumer.changed,
+                    here=here,
+                    counted=self._counted,
+                )
             self._feeds[rank] = known
         if ended == size:
             raise QueueEnded(
@@ -563,11 +484,9 @@ class Queue:
             )
         return list(self._feeds.values())
 
-    def _alive(self, role: str) -> set[WorkerId]:
-        """The workers of a role that live."""
-        view = self._context.peers.view(role)
-        workers = view.workers if view is not None else ()
-        return {WorkerId(role, w.rank, w.incarnation) for w in workers if w.phase not in ("ended", "lost")}
+    def _counted(self, who: WorkerId, counts: Counts) -> None:
+        if self._bound is not None and self._context.rank == 0:
+            self._hub.gate(self.name).counted(who, counts)
 
     def _must_be(self, role: str, what: str) -> None:
         if self._context.role != role:
@@ -585,8 +504,7 @@ class Queue:
         began = time.monotonic()
         self._report(began)
         try:
-            with page().idle():
-                yield
+            yield
         finally:
             now = time.monotonic()
             self._waits[what] += now - began
@@ -600,7 +518,7 @@ class Queue:
         if self._context.role == self.producer:
             figures[f"{self.name}/items"] = float(len(self._items))
             if self._bound is not None:
-                figures[f"{self.name}/admitted"] = float(self._admissions.open)
+                figures[f"{self.name}/admitted"] = float(self._items.counts().open)
         elif self._bound is not None:
             figures[f"{self.name}/too_old"] = float(self._consumer.dropped)
         self._context.peers.tell(Metrics(figures, time.time()))

@@ -132,9 +132,10 @@ class Patient(BaseWorkload):
     """A workload that waits without a limit in every call that waits."""
 
     def setup(self) -> None:
-        roles = {"producer": "pupil", "consumer": "teacher"}
         self.channel = unirun.WeightsChannel("policy", publisher="teacher", receivers=["pupil"])
-        self.queue = unirun.Queue("answers", **roles, maxsize=1, max_head_offpolicyness=0, batch=1)
+        self.queue = unirun.Queue(
+            "answers", producer="pupil", consumer="teacher", maxsize=1, max_head_offpolicyness=0, batch=1
+        )
         self.model = torch.nn.Linear(2, 2)
 
     def teach(self) -> int:

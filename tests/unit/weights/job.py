@@ -6,7 +6,6 @@ A history says what happens meanwhile: at each request, at each answer, and wher
 from __future__ import annotations
 
 import mmap
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from unirun.errors import ChannelError
 from unirun.roles.peers import Peers, role_infos
 from unirun.roles.transport.protocol import Handler, Lent, Parcel
 from unirun.values import WorkerId
-from unirun.weights import channel, hub, queue, sources
+from unirun.weights import admitting, channel, hub, queue, sources
 from unirun.wire.messages import RoleView, View, WorkerView
 from unirun.wire.reports import Listening, Message
 
@@ -49,18 +48,18 @@ class Job:
         """The worker whose code runs, as far as `unirun.init` is asked."""
         self._patches = ExitStack()
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now)
-        threads = SimpleNamespace(Event=partial(News, self), Lock=threading.Lock)
         at_exit = SimpleNamespace(register=lambda _: None, unregister=lambda _: None)
         for module, changes in (
             (channel, {"time": clock, "atexit": at_exit, "init": lambda: self.me}),
-            (queue, {"time": clock, "threading": threads, "init": lambda: self.me, "Future": Answer}),
+            (queue, {"time": clock, "init": lambda: self.me, "Future": Answer}),
+            (admitting, {"time": clock, "Future": Answer}),
             (sources, {"Future": Answer}),
         ):
             self._patches.enter_context(mock.patch.multiple(module, **changes))
         for module, name in (
             (channel, "Receiver"),
             (queue, "Consumer"),
-            *((hub, name) for name in ("Publisher", "Holder", "Producer", "Gate")),
+            *((hub, name) for name in ("Publisher", "Holder", "Producer")),
         ):
             timed = partial(getattr(module, name), now=lambda: self.now)
             self._patches.enter_context(mock.patch.object(module, name, timed))
@@ -258,10 +257,10 @@ class Link:
                 loan()
 
 
-class Answer(Future[Parcel]):
-    """An answer that comes while others do something, or not at all."""
+class Answer(Future[Any]):
+    """An answer, or news, that comes while others do something, or not at all."""
 
-    def result(self, timeout: float | None = None) -> Parcel:
+    def result(self, timeout: float | None = None) -> Any:
         job = Job.current
         while not self.done():
             if not job.happens():
@@ -270,23 +269,3 @@ class Answer(Future[Parcel]):
         found = super().result(0)
         job.happens()
         return found
-
-
-class News:
-    """An event that somebody waits for."""
-
-    def __init__(self, job: Job) -> None:
-        self._job, self._set = job, False
-
-    def set(self) -> None:
-        self._set = True
-
-    def clear(self) -> None:
-        self._set = False
-
-    def wait(self, timeout: float) -> bool:
-        while not self._set:
-            if not self._job.happens():
-                self._job.now += timeout
-                return False
-        return True

@@ -70,7 +70,8 @@ class Items(RuleBasedStateMachine):
     @rule(rank=RANKS)
     def dies(self, rank: int) -> None:
         self.incarnation[rank] += 1
-        self.producer.lost({self.who(each) for each in range(3)})
+        alive = {self.who(each) for each in range(3)}
+        self.producer.lost(lambda who: who not in alive)
         lost, self.held[rank] = self.held[rank], []
         self.there = sorted(lost) + self.there
 

@@ -18,8 +18,9 @@ from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import EncodingError, QueueTimeout
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import WorkerId
+from unirun.weights.gate import Bound
 from unirun.weights.hub import request_of
-from unirun.weights.producing import Bound, Demand, Hold, Producer
+from unirun.weights.producing import Demand, Hold, Producer
 from unirun.weights.queue import Consumer, Item, RemoteProducer
 
 MANY = 1000
@@ -141,7 +142,7 @@ def test_an_item_may_be_changed_by_who_has_put_it_and_by_who_has_it(queue_harnes
     assert value.eq(1).all()
     value.zero_()
     consumer.cut()
-    producer.lost([])
+    producer.lost(lambda who: True)
     (again,) = queue_harness.consumer(1).values()
     assert again.eq(1).all()
 
@@ -222,7 +223,7 @@ class TestADeath:
             producer.put(value, None, MANY, time.monotonic())
         lost = first.get(3)
         first.cut()
-        producer.lost({second.me})
+        producer.lost(lambda who: who != second.me)
         assert [(item.id, item.value) for item in second.get(3)] == [(i.id, i.value) for i in lost]
         assert second.values(2) == [3, 4]
 
@@ -236,7 +237,7 @@ class TestADeath:
             producer.put(value, None, MANY, time.monotonic())
         first.get(2)
         first.done()
-        producer.lost({second.me})
+        producer.lost(lambda who: who != second.me)
         assert second.values() == [2]
         assert (producer.delivered, producer.left) == (2, 1)
 
@@ -250,7 +251,7 @@ class TestADeath:
         first.get()
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(second.values)
-            producer.lost({second.me})
+            producer.lost(lambda who: who != second.me)
             assert waiting.result(WAIT_TIMEOUT) == ["a"]
 
     def test_an_item_that_another_one_has_now_is_not_done_by_the_first(
@@ -263,7 +264,7 @@ class TestADeath:
         )
         producer.put("a", None, MANY, time.monotonic())
         first.get()
-        producer.lost({second.me})
+        producer.lost(lambda who: who != second.me)
         second.get()
         first.done()
         assert (producer.delivered, producer.left) == (0, 1)
@@ -292,7 +293,7 @@ class TestADeath:
             consumer = queue_harness.consumer(0, number)
             consumer.get()
             consumer.cut()
-            producer.lost([])
+            producer.lost(lambda who: True)
             consumer = queue_harness.consumer(1, number)
             assert consumer.get()
             consumer.done()
