@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -141,12 +141,14 @@ class Engine(Protocol):
         *,
         seed: int,
         stop: int | Collection[int] | None = None,
-        pad: int = 0,
+        stop_strings: Sequence[str] = (),
+        tokenizer: Any = None,
     ) -> Generated | None:
-        """Continue each sequence, one micro-batch of prompts after the other. None except on the last stage. Equal
-        seeds and micro-batches give equal sequences. A sequence ends with any of the tokens `stop`, by default
-        those of the network's generation config. `pad` fills up rows; nothing attends to it, and it is in no result, so
-        it may be a stop token."""
+        """Continue each sequence. None except on the last stage. As many are continued at the same time as the largest
+        micro-batch has; as soon as one has ended, the next one begins. Each has random numbers of its own, so equal
+        seeds give equal sequences, whatever the micro-batches are. A sequence ends with any of the tokens `stop`, by
+        default those of the network's generation config, or with a token that completes any of `stop_strings` in the
+        text of the `tokenizer`."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Its parameters and buffers by the names of the whole network; parts are DTensors."""

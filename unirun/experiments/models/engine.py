@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -18,140 +17,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
-from transformers import DynamicCache
 
 from unirun.collocation.graph import show_ranks
 from unirun.errors import TrainingFailed, UsageError
 from unirun.experiments.graph import MicroBatchSpec
 from unirun.experiments.models.api import Generated, GenerationConfig, Loss, Place, Weight
+from unirun.experiments.models.generation import Continuation, Slots
 from unirun.experiments.models.stage import Stage, whole
 from unirun.experiments.orders import check_reductions, combined
 from unirun.experiments.sample import SequenceSample
 from unirun.wire.reporting import report
-
-# Generation with a cache of keys and values, through all stages of a pipeline.
-
-Continuation = tuple[torch.Tensor, torch.Tensor, bool]
-"""Tokens, the logarithms of their probabilities, and whether the last one is a stop token."""
-
-
-def generate(
-    place: Place,
-    stage: Stage,
-    prompts: Sequence[torch.Tensor],
-    how: GenerationConfig,
-    *,
-    stop: Collection[int],
-    pad: int,
-    chance: torch.Generator,
-) -> list[Continuation] | None:
-    """Continue each of `prompts` ``how.n`` times, until it has one of the tokens `stop`. None except on the last stage.
-    All ranks of the model call it. `pad` fills up rows of other lengths, and is hidden, so it may be a stop token.
-
-    In each data-parallel rank, one process samples the tokens and broadcasts them to the others.
-    """
-    rows = [prompt for prompt in prompts for _ in range(how.n)]
-    length = max(map(len, rows), default=1)
-    tokens = torch.full((len(rows), length), pad, dtype=torch.long)
-    mask = torch.zeros(len(rows), length, dtype=torch.long)
-    for row, there, prompt in zip(tokens, mask, rows, strict=True):
-        # Padded on the left, so that all rows continue at the same position.
-        row[length - len(prompt) :] = prompt
-        there[length - len(prompt) :] = 1
-    mask = mask.to(place.device)
-    value = tokens.to(place.device)
-    config: Any = stage.config
-    cache = DynamicCache(config=config)
-    drawn: list[torch.Tensor] = []
-    chances: list[torch.Tensor] = []
-    over = torch.zeros(len(rows), dtype=torch.bool)
-    ends = torch.tensor(sorted(stop), dtype=torch.long)
-    for step in range(how.max_new_tokens if rows else 0):
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -value.shape[1] :]
-        logits = _through(place, stage, value, mask, positions, cache)
-        following = torch.empty(len(rows), dtype=torch.long)
-        logprob = torch.empty(len(rows))
-        if logits is not None and place.tensor == 0:
-            blocked = ends if step < how.min_new_tokens else ends[:0]
-            following, logprob = draw(logits[:, -1].float().cpu(), how, chance, blocked)
-            following[over] = pad
-        following, logprob = _shared(place, following, logprob)
-        drawn.append(following)
-        chances.append(logprob)
-        over |= torch.isin(following, ends)
-        if bool(over.all()):
-            break
-        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
-        value = following[:, None].to(place.device)
-    if not place.last_stage:
-        return None
-    found: list[Continuation] = []
-    for row in range(len(rows)):
-        tokens = torch.stack([some[row] for some in drawn]) if drawn else ends[:0]
-        logprobs = torch.stack([some[row] for some in chances]) if drawn else torch.empty(0)
-        ended = torch.isin(tokens, ends).nonzero()
-        length = int(ended[0]) + 1 if len(ended) else len(tokens)
-        found.append((tokens[:length], logprobs[:length], bool(len(ended))))
-    return found
-
-
-def draw(
-    logits: torch.Tensor, how: GenerationConfig, chance: torch.Generator, blocked: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The next tokens ``[rows]`` for `logits` ``[rows, vocabulary]``, and the logarithms of their probabilities in the
-    distribution that they are drawn from. Tokens that are `blocked` are not drawn."""
-    if blocked is not None and len(blocked):
-        logits = logits.index_fill(1, blocked, -torch.inf)
-    if how.greedy:
-        logprobs = logits.log_softmax(-1)
-        best = logits.argmax(-1)
-        return best, logprobs.gather(1, best[:, None])[:, 0]
-    logits = logits / max(how.temperature, 1e-6)
-    if how.top_k:
-        least = logits.topk(min(how.top_k, logits.shape[1]), -1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    if how.top_p < 1.0:
-        ordered, places = logits.sort(-1, descending=True)
-        mass = ordered.softmax(-1).cumsum(-1)
-        # The first one that reaches the mass is kept.
-        unlikely = mass - ordered.softmax(-1) >= how.top_p
-        logits = logits.masked_fill(unlikely.scatter(1, places, unlikely), -torch.inf)
-    logprobs = logits.log_softmax(-1)
-    found = torch.multinomial(logprobs.exp(), 1, generator=chance)
-    return found[:, 0], logprobs.gather(1, found)[:, 0]
-
-
-def _through(
-    place: Place, stage: Stage, value: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any
-) -> torch.Tensor | None:
-    """The outputs of the last stage, there; None on the others."""
-    group = place.group("pipe")
-    if group is not None and not stage.first:
-        value = torch.empty(*value.shape[:2], stage.hidden, dtype=stage.dtype, device=place.device)
-        dist.recv(value, group=group, group_src=place.pipe - 1)
-    found = stage(value, attention_mask=mask, positions=positions, cache=cache)
-    if group is not None and not stage.last:
-        dist.send(found.contiguous(), group=group, group_dst=place.pipe + 1)
-        return None
-    output: torch.Tensor = found
-    return output
-
-
-def _shared(place: Place, tokens: torch.Tensor, logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens drawn by the first tensor-parallel rank of the last stage, on all ranks of the data-parallel rank."""
-    last = place.topo.get_dim("pipe") - 1
-    for axis, source, involved in (
-        ("tensor", 0, place.pipe == last),
-        ("pipe", last, True),
-    ):
-        group = place.group(axis)
-        if group is None or not involved:
-            continue
-        both = torch.cat([tokens.double(), logprobs.double()]).to(place.device)
-        dist.broadcast(both, group=group, group_src=source)
-        first, second = both.cpu().chunk(2)
-        tokens, logprobs = first.long(), second.float()
-    return tokens, logprobs
 
 
 class TorchEngine:
@@ -452,28 +327,34 @@ class TorchEngine:
         *,
         seed: int,
         stop: int | Collection[int] | None = None,
-        pad: int = 0,
+        stop_strings: Sequence[str] = (),
+        tokenizer: Any = None,
     ) -> Generated | None:
         """As `Engine` says."""
+        if stop_strings and tokenizer is None:
+            raise UsageError("stop strings are found in text, and there is no tokenizer", "give tokenizer=")
         self._stage.eval()
         stops = self._stage.stops if stop is None else [stop] if isinstance(stop, int) else stop
-        chance = torch.Generator().manual_seed(seed)
-        found: dict[int, list[list[Continuation]]] = {}
+        prompts = [prompt for prompt in sample.sequences(key) for _ in range(how.n)]
+        rows = [
+            Continuation(prompt, how, seed=_seed(seed, number), stop=stops, stop_strings=stop_strings)
+            for number, prompt in enumerate(prompts)
+        ]
+        count = max((len(part.sequences(key)) for part, _ in sample.split(spec)), default=0) * how.n
+        slots = Slots(self._place, self._stage, count, tokenizer.decode if stop_strings else None)
+        for row in rows:
+            slots.add(row)
+        # Data-parallel ranks may have different numbers of steps: no collective is between them here.
         with whole(self._stage):
-            # Data-parallel ranks may have different numbers of micro-batches: no collective is between them here.
-            for part, places in sample.split(spec):
-                prompts = part.sequences(key)
-                made = generate(self._place, self._stage, prompts, how, stop=stops, pad=pad, chance=chance)
-                continuations = iter(made or ())
-                for place, lengths in zip(places, part.seqlens[key], strict=True):
-                    found[place] = [[*islice(continuations, how.n)] for _ in lengths]
+            while slots.busy:
+                slots.step()
         if not self._stage.last:
             return None
-        each = [prompt for place in range(len(sample)) for prompt in found[place]]
+        each = [rows[first : first + how.n] for first in range(0, len(rows), how.n)]
         return Generated(
-            [[tokens for tokens, _, _ in prompt] for prompt in each],
-            [[logprobs for _, logprobs, _ in prompt] for prompt in each],
-            [[ended for _, _, ended in prompt] for prompt in each],
+            [[torch.tensor(row.tokens, dtype=torch.long) for row in some] for some in each],
+            [[torch.tensor(row.logprobs) for row in some] for some in each],
+            [[row.ended for row in some] for some in each],
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -553,6 +434,11 @@ class TorchEngine:
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._stage.parameters() if parameter.requires_grad]
+
+
+def _seed(seed: int, number: int) -> int:
+    """The seed of a sequence. Seeds that are near each other give other sequences than their neighbours."""
+    return (seed * 1_000_003 + number) % 2**63
 
 
 def _sum(tensors: Sequence[torch.Tensor], group: Any) -> None:

@@ -317,24 +317,33 @@ def _outputs(stages: Sequence[Any], tokens: Sequence[torch.Tensor], expected: Se
 
 @torch.no_grad()
 def _cached(stages: Sequence[Any], tokens: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str:
-    """Compare outputs as in generation: padded on the left; the last two tokens come one after the other."""
-    from transformers import DynamicCache
+    """Compare outputs as in generation: rows of different lengths join, the longer ones later, and the last two tokens
+    come one after the other."""
+    from unirun.experiments.models.cache import RowCache, left_padded, mask_of
 
-    longest = max(map(len, tokens))
-    rows, mask = (torch.zeros(len(tokens), longest, dtype=torch.long) for _ in range(2))
-    for row, there, some in zip(rows, mask, tokens, strict=True):
-        row[longest - len(some) :], there[longest - len(some) :] = some, 1
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    caches = [DynamicCache(config=stage.config) for stage in stages]
-    for begin, end in ((0, longest - 2), (longest - 2, longest - 1), (longest - 1, longest)):
-        each = [
-            {"attention_mask": mask[:, :end], "positions": positions[:, begin:end], "cache": cache}
-            for cache in caches
-        ]
-        found = _through(stages, rows[:, begin:end], each)[:, -1]
-        wanted = torch.stack([row[len(row) - (longest - end) - 1] for row in expected])
-        if why := _differ(found, wanted):
+    caches = [RowCache(stage.config, len(tokens)) for stage in stages]
+    shortest = min(range(len(tokens)), key=lambda row: len(tokens[row]))
+    device = tokens[0].device
+    for rows in ([shortest], [row for row in range(len(tokens)) if row != shortest]):
+        value, mask, positions = left_padded([tokens[row][:-2] for row in rows], device)
+        joining = [RowCache(stage.config, len(rows)) for stage in stages]
+        each = [{"attention_mask": mask, "positions": positions, "cache": cache.layers} for cache in joining]
+        found = _through(stages, value, each)[:, -1]
+        if why := _differ(found, torch.stack([expected[row][-3] for row in rows])):
             return why
+        for cache, more in zip(caches, joining, strict=True):
+            more.length = value.shape[1]
+            cache.join(rows, more)
+    for left in (2, 1):
+        lengths = [len(row) - left for row in tokens]
+        mask = mask_of([length + 1 for length in lengths], caches[0].length + 1)
+        positions = torch.tensor(lengths)[:, None]
+        each = [{"attention_mask": mask, "positions": positions, "cache": cache.layers} for cache in caches]
+        found = _through(stages, torch.stack([row[-left] for row in tokens])[:, None], each)[:, -1]
+        if why := _differ(found, torch.stack([row[-left] for row in expected])):
+            return why
+        for cache in caches:
+            cache.length += 1
     return ""
 
 

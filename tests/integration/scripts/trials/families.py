@@ -142,7 +142,7 @@ class Found:
         if output is not None:
             self.outputs = dict(zip(mine.ids, output.split(mine.sizes("tokens")), strict=True))
         how = GenerationConfig(greedy=True, max_new_tokens=3)
-        made = engine.generate(mine, "tokens", MicroBatchSpec(), how, stop=0, pad=0, seed=0)
+        made = engine.generate(mine, "tokens", MicroBatchSpec(), how, stop=0, seed=0)
         if made is not None:
             self.generated = {
                 each: rows[0].tolist() for each, rows in zip(mine.ids, made.tokens, strict=True)

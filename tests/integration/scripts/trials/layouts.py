@@ -109,13 +109,13 @@ def main(folder: Path, data: int, tensor: int, pipe: int, backend: str, tied: st
     before = {name: tensor.clone() for name, tensor in engine.state()["tensors"].items()}
     figures = [engine.train_batch(mine, "tokens", spec, loss, weight, LONGEST) for _ in range(2)]
     how = GenerationConfig(greedy=True, max_new_tokens=3)
-    made = engine.generate(mine, "tokens", spec, how, stop=0, pad=0, seed=0)
-    at_once = engine.generate(mine, "tokens", MicroBatchSpec(), how, stop=0, pad=0, seed=0)
+    made = engine.generate(mine, "tokens", spec, how, stop=0, seed=0)
+    at_once = engine.generate(mine, "tokens", MicroBatchSpec(), how, stop=0, seed=0)
     assert at_once is None if made is None else same(at_once.tokens, made.tokens)
     # One sequence: other data-parallel ranks have none.
     single = sample(place.data, data, 1)
     alone = engine.forward(single, "tokens", spec)
-    engine.generate(single, "tokens", spec, how, stop=0, pad=0, seed=0)
+    engine.generate(single, "tokens", spec, how, stop=0, seed=0)
     figures.append(engine.train_batch(single, "tokens", spec, loss, weight, LONGEST))
     assert alone is None or alone.shape == (single.total("tokens"), CONFIG["vocab_size"])
     state = engine.state()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.experiments.models.api import GenerationConfig
-from unirun.experiments.models.engine import draw
+from unirun.experiments.models.generation import draw
 
 LOGITS = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log()
 """Four tokens, from the likeliest on."""
@@ -29,16 +29,23 @@ hows = st.builds(
 )
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def chances(count: int, seed: int = 0) -> list[float]:
+    drawn: list[float] = torch.rand(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    return drawn
+
+
+def drawn(
+    logits: torch.Tensor, how: GenerationConfig, seed: int = 0, blocked: Sequence[int] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same settings in all rows."""
+    count = len(logits)
+    pairs = [(row, token) for row in range(count) for token in blocked]
+    return draw(logits, [how] * count, chances(count, seed), pairs)
 
 
 def probabilities(logits: torch.Tensor, blocked: Sequence[int] = (), **how: Any) -> dict[int, float]:
     """The probability that `draw` reports, for each token that it has drawn in 2000 draws."""
-    many = logits.expand(2000, -1)
-    tokens, logprobs = draw(
-        many, GenerationConfig(**how), generator(), torch.tensor(blocked, dtype=torch.long)
-    )
+    tokens, logprobs = drawn(logits.expand(2000, -1), GenerationConfig(**how), 0, blocked)
     return {int(t): float(p.exp()) for t, p in zip(tokens, logprobs, strict=True)}
 
 
@@ -48,14 +55,9 @@ class TestGreedy:
         self, logits: torch.Tensor, temperature: float, top_k: int
     ) -> None:
         how = GenerationConfig(greedy=True, temperature=temperature, top_k=top_k, top_p=0.5)
-        tokens, logprobs = draw(logits, how, generator())
+        tokens, logprobs = drawn(logits, how)
         assert torch.equal(tokens, logits.argmax(-1))
         assert torch.equal(logprobs, logits.log_softmax(-1).max(-1).values)
-
-    def test_greedy_generation_draws_no_random_number(self) -> None:
-        chance = generator(5)
-        draw(LOGITS, GenerationConfig(greedy=True), chance)
-        assert torch.equal(chance.get_state(), generator(5).get_state())
 
 
 class TestChance:
@@ -63,17 +65,17 @@ class TestChance:
     def test_equal_seeds_draw_equal_tokens(
         self, logits: torch.Tensor, how: GenerationConfig, seed: int
     ) -> None:
-        one, other = (draw(logits, how, generator(seed)) for _ in range(2))
+        one, other = (drawn(logits, how, seed) for _ in range(2))
         assert torch.equal(one[0], other[0])
         assert torch.equal(one[1], other[1])
 
     def test_different_seeds_draw_different_tokens(self) -> None:
         many = LOGITS.expand(50, -1)
-        one, other = (draw(many, GenerationConfig(), generator(seed))[0] for seed in (1, 2))
+        one, other = (drawn(many, GenerationConfig(), seed)[0] for seed in (1, 2))
         assert not torch.equal(one, other)
 
     def test_tokens_are_drawn_as_often_as_they_are_likely(self) -> None:
-        tokens, _ = draw(LOGITS.expand(20_000, -1), GenerationConfig(), generator())
+        tokens, _ = drawn(LOGITS.expand(20_000, -1), GenerationConfig())
         shares = torch.bincount(tokens, minlength=4) / len(tokens)
         torch.testing.assert_close(shares, LOGITS.exp()[0], atol=0.015, rtol=0.0)
 
@@ -113,7 +115,7 @@ class TestTheLikeliest:
     def test_what_is_told_is_the_probability_among_those_that_could_be_drawn(
         self, logits: torch.Tensor, how: GenerationConfig, seed: int
     ) -> None:
-        tokens, logprobs = draw(logits, how, generator(seed))
+        tokens, logprobs = drawn(logits, how, seed)
         assert (logprobs <= 1e-6).all()
         whole = (logits if how.greedy else logits / how.temperature).log_softmax(-1)
         # What cannot be drawn leaves its mass to the others.
@@ -125,7 +127,7 @@ class TestBlocking:
     def test_tokens_that_are_blocked_are_not_drawn(
         self, logits: torch.Tensor, how: GenerationConfig, blocked: list[int], seed: int
     ) -> None:
-        tokens, logprobs = draw(logits, how, generator(seed), torch.tensor(blocked, dtype=torch.long))
+        tokens, logprobs = drawn(logits, how, seed, blocked)
         assert not {*tokens.tolist()} & {*blocked}
         assert logprobs.isfinite().all()
 
@@ -134,5 +136,26 @@ class TestBlocking:
 
     def test_the_logits_that_are_given_stay(self) -> None:
         before = LOGITS.clone()
-        draw(LOGITS, GenerationConfig(top_k=1, top_p=0.5, temperature=0.5), generator(), torch.tensor([0]))
+        drawn(LOGITS, GenerationConfig(top_k=1, top_p=0.5, temperature=0.5), 0, [0])
         assert torch.equal(LOGITS, before)
+
+
+class TestRowsOfDifferentSettings:
+    @given(st.lists(hows, min_size=1, max_size=4), rows, st.integers(0, 99))
+    def test_each_row_is_drawn_as_if_it_were_alone(
+        self, settings: list[GenerationConfig], logits: torch.Tensor, seed: int
+    ) -> None:
+        many = logits[:1].expand(len(settings), -1)
+        numbers = chances(len(settings), seed)
+        tokens, logprobs = draw(many, settings, numbers)
+        for row, (how, number) in enumerate(zip(settings, numbers, strict=True)):
+            token, logprob = draw(logits[:1], [how], [number])
+            assert int(token) == int(tokens[row])
+            torch.testing.assert_close(logprob[0], logprobs[row])
+
+    @pytest.mark.parametrize("chance", [0.0, 1.0 - 2**-53, 0.5])
+    def test_the_ends_of_the_numbers_draw_what_can_be_drawn(self, chance: float) -> None:
+        logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
+        token, logprob = draw(logits, [GenerationConfig()], [chance])
+        assert int(token) in (1, 3)
+        assert float(logprob) == pytest.approx(math.log(0.5))

@@ -33,7 +33,7 @@ def prompts(some: list[list[list[int]]]) -> SequenceSample:
 def generated(
     engine: Engine, sample: SequenceSample, spec: MicroBatchSpec, how: GenerationConfig
 ) -> Generated:
-    found = engine.generate(sample, "prompts", spec, how, stop=0, pad=0, seed=3)
+    found = engine.generate(sample, "prompts", spec, how, stop=0, seed=3)
     assert found is not None
     return found
 
@@ -59,11 +59,19 @@ def test_each_prompt_of_each_id_has_its_continuations_in_the_order_of_the_sample
     assert [len(rows) for rows in found.tokens] == [2] * sum(map(len, PROMPTS))
 
 
-def test_micro_batches_draw_other_random_numbers_than_those_before_them(engine: Engine) -> None:
+def test_equal_prompts_have_other_random_numbers(engine: Engine) -> None:
     sample = prompts([[[3, 1, 4]], [[3, 1, 4]]])
     found = generated(engine, sample, MicroBatchSpec(2), GenerationConfig(max_new_tokens=20))
     (one,), (other,) = found.tokens
     assert not torch.equal(one, other)
+
+
+def test_sequences_that_are_drawn_are_the_same_however_prompts_are_split(engine: Engine) -> None:
+    how = GenerationConfig(n=3, max_new_tokens=12, top_p=0.9)
+    parts, whole = (generated(engine, prompts(PROMPTS), MicroBatchSpec(n), how) for n in (4, 1))
+    assert [[row.tolist() for row in rows] for rows in parts.tokens] == [
+        [row.tolist() for row in rows] for rows in whole.tokens
+    ]
 
 
 def test_no_prompts_give_no_sequences(engine: Engine) -> None:
@@ -134,10 +142,8 @@ class TestTokensThatEndASequence:
         assert [rows[0].tolist() for rows in found.tokens] == [row.tolist() for row in wanted]
         assert [each[0] for each in found.ended] == [int(row[-1]) in stops for row in wanted]
 
-    def test_padding_may_be_one_of_them(self, network: Any, stops: list[int], tmp_path: Path) -> None:
-        found = continued(network, tmp_path, stop=stops, pad=stops[0])
-        wanted = expected(network, stops, stops[0])
-        assert [rows[0].tolist() for rows in found.tokens] == [row.tolist() for row in wanted]
+    def test_the_last_one_has_a_probability_too(self, network: Any, stops: list[int], tmp_path: Path) -> None:
+        found = continued(network, tmp_path, stop=stops)
         # The token that ends a sequence is drawn, and has a probability of its own.
         assert all(
             len(row[0]) == len(tokens[0]) for row, tokens in zip(found.logprobs, found.tokens, strict=True)
@@ -145,7 +151,7 @@ class TestTokensThatEndASequence:
         assert all(bool((row[0] < 0.0).all()) for row in found.logprobs)
 
     def test_one_token_is_given_as_a_number(self, network: Any, stops: list[int], tmp_path: Path) -> None:
-        found = continued(network, tmp_path, stop=stops[1], pad=stops[1])
+        found = continued(network, tmp_path, stop=stops[1])
         wanted = expected(network, stops[1:], stops[1])
         assert [rows[0].tolist() for rows in found.tokens] == [row.tolist() for row in wanted]
 
