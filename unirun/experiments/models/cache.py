@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 
 def left_padded(
@@ -53,6 +54,40 @@ def _tensors(layer: Any) -> _Tensors:
                 yield own[name], number, 0, None
 
 
+class _RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """The keys and values of a layer in memory with room for more columns: the layers of transformers copy all that
+    they have in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rooms: dict[str, torch.Tensor] = {}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add columns, and return all."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = self._with("keys", self.keys, key_states)
+        self.values = self._with("values", self.values, value_states)
+        return self.keys, self.values
+
+    def _with(self, name: str, old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+        if old is None or not old.numel():
+            return new
+        room, length = self._rooms.get(name), old.shape[-2] + new.shape[-2]
+        if room is not None and room.untyped_storage().data_ptr() == old.untyped_storage().data_ptr():
+            end = old.storage_offset() // old.stride(-2) + length
+        else:
+            end = 0
+        if room is None or not 0 < end <= room.shape[-2]:
+            end = length
+            room = self._rooms[name] = old.new_empty((*old.shape[:-2], 2 * length, old.shape[-1]))
+            room[..., : old.shape[-2], :] = old
+        room[..., end - new.shape[-2] : end, :] = new
+        return room.narrow(-2, end - length, length)
+
+
 class RowCache:
     """A cache of `rows` rows, which `join` fills. `layers` is what the network uses."""
 
@@ -60,6 +95,9 @@ class RowCache:
         """`config` is that of the network."""
         self._config, self._rows = config, rows
         self.layers = DynamicCache(config=config)
+        self.layers.layers = [
+            _RoomyLayer() if type(each) is DynamicLayer else each for each in self.layers.layers
+        ]
         self.length = 0
         """Columns of the longest row; a step adds one, and its caller counts it."""
 
