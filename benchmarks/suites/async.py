@@ -1,0 +1,124 @@
+"""Generation that does not wait: sequences that take each other's slots, beside one static batch after the other.
+
+The peer is `generate` of transformers, which goes on until the longest sequence of a batch has ended. Both have the
+same network of 4 layers of 256, 16 rows at the same time, one thread, and 128 prompts whose answers have 8 to 128
+tokens, each doubling as often as the others. Time is that of the processor, as other processes may have it meanwhile.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from benchmarks.figure import Bar, Figure, compared
+
+SLOTS = Bar(
+    "slots ÷ one static batch after the other, tokens/s, answers of 8 to 128 tokens", "ratio", 1.5, True
+)
+ROWS, PROMPTS, SHORTEST, LONGEST = 16, 128, 8, 128
+VOCABULARY = 512
+
+Work = list[tuple[torch.Tensor, int]]
+"""Prompts, and the tokens to generate for each."""
+
+
+def figures(runs: int) -> list[Figure]:
+    """All figures of this suite."""
+    network, work = _network(), _work()
+    with _one_thread():
+        return [
+            compared(
+                SLOTS,
+                "tokens/s",
+                runs,
+                lambda: _rate(_with_slots, network, work),
+                "transformers",
+                lambda: _rate(_in_batches, network, work),
+            )
+        ]
+
+
+def _network() -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        eos_token_id=None,
+    )
+    network: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    return network.eval()
+
+
+def _work() -> Work:
+    chosen = random.Random(0)
+    return [
+        (
+            torch.tensor([chosen.randrange(1, VOCABULARY) for _ in range(chosen.randint(8, 32))]),
+            round(SHORTEST * (LONGEST / SHORTEST) ** chosen.random()),
+        )
+        for _ in range(PROMPTS)
+    ]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _rate(generate: Any, network: Any, work: Work) -> float:
+    """Tokens that were asked for, in a second of the processor."""
+    began = time.process_time()
+    generate(network, work)
+    return sum(count for _, count in work) / (time.process_time() - began)
+
+
+def _with_slots(network: Any, work: Work) -> None:
+    from unirun.experiments import GenerationConfig, ModelName, Place, topology
+    from unirun.experiments.models.generation import Continuation, Slots
+    from unirun.experiments.models.stage import Stage
+
+    place = Place(ModelName("actor"), topology(), 0, torch.device("cpu"))
+    slots = Slots(place, Stage(deepcopy(network), place).eval(), ROWS)
+    rows = [
+        Continuation(prompt, GenerationConfig(greedy=True, max_new_tokens=count), seed=number)
+        for number, (prompt, count) in enumerate(work)
+    ]
+    for row in rows:
+        slots.add(row)
+    while slots.busy:
+        slots.step()
+    assert [len(row.tokens) for row in rows] == [count for _, count in work]
+
+
+@torch.no_grad()
+def _in_batches(network: Any, work: Work) -> None:
+    from unirun.experiments.models.cache import left_padded
+
+    for first in range(0, len(work), ROWS):
+        batch = work[first : first + ROWS]
+        tokens, mask, _ = left_padded([prompt for prompt, _ in batch], torch.device("cpu"))
+        network.generate(
+            tokens,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=max(count for _, count in batch),
+            pad_token_id=0,
+        )
