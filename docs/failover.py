@@ -43,6 +43,7 @@ Case = tuple[str, Loss, Mapping[str, Budget]]
 
 ENDED = Loss("ROLE:2 ended with exit code 1", "ROLE", "2", recoverable=True)
 NODE = Loss("the agent of node n1 is gone", "ROLE", "2-3", recoverable=True, elsewhere=True)
+SICK = replace(ENDED, what=f"{ENDED.what}; n1 is sick", elsewhere=True)
 OFTEN = f"ROLE:2 ended with exit code 1; it has failed {STRIKES} times on n0 within an hour"
 
 CASES: tuple[Case, ...] = (
@@ -52,6 +53,7 @@ CASES: tuple[Case, ...] = (
     ("a rank of a role whose restarts are used up", ENDED, {"budget": SPENT}),
     ("the same, and the job has restarts", ENDED, {"budget": SPENT, "job": JOB}),
     (f"a rank, for the {STRIKES}rd time on its node", replace(ENDED, what=OFTEN, elsewhere=True), {}),
+    ("a rank on a sick node, whose disk is full or whose device has a fault", SICK, {}),
     ("a rank, with a fatal exit code", replace(ENDED, what="ROLE:2 ended with exit code 77", fatal=77), {}),
     (
         "a rank in its first start, with an error that would come again",
@@ -143,11 +145,12 @@ Outcome = str
 
 ROWS: Mapping[Outcome, Case] = {
     "rank": CASES[0],
-    "never": CASES[7],
-    "stale": CASES[8],
-    "port": CASES[9],
-    "node": CASES[10],
-    "store": CASES[12],
+    "sick": CASES[6],
+    "never": CASES[8],
+    "stale": CASES[9],
+    "port": CASES[10],
+    "node": CASES[11],
+    "store": CASES[13],
     "trainer": NOT_RECOVERABLE[0],
 }
 
@@ -206,7 +209,7 @@ MATRIX: Mapping[tuple[str, str], tuple[Outcome, Outcome, Outcome, Outcome, Outco
     ("worker", "exit 0"): ("peers", "peers", "none", "peers", "none", "ends"),
     ("worker", "GIL held"): ("peers", "rank", "rank", "rank", "rank", "killed"),
     ("worker", "port taken"): ("-port", "-port", "-port", "-port", "-port", "-port"),
-    ("worker", "disk full"): ("rank", "-disk", "none", "-disk", "rank", "ends"),
+    ("worker", "disk full"): ("sick", "-disk", "none", "-disk", "sick", "ends"),
     ("survivor in a collective", "SIGKILL"): ("-survivor", "rank", "-survivor", "rank", "-survivor", "ends"),
     ("survivor in a collective", "SIGSTOP"): (
         *("-survivor", "rank", "-survivor", "rank", "-survivor", "killed"),
@@ -235,7 +238,7 @@ MATRIX: Mapping[tuple[str, str], tuple[Outcome, Outcome, Outcome, Outcome, Outco
     ),
     ("resilient worker", "GIL held"): ("-enter", "rank", "rank", "rank", "rank", "killed"),
     ("resilient worker", "port taken"): ("-port", "-port", "-port", "-port", "-port", "-port"),
-    ("resilient worker", "disk full"): ("-enter", "-disk", "none", "-disk", "rank", "ends"),
+    ("resilient worker", "disk full"): ("-enter", "-disk", "none", "-disk", "sick", "ends"),
     ("resilient survivor", "SIGKILL"): ("-survivor", "rank", "-survivor", "rank", "-survivor", "ends"),
     ("resilient survivor", "SIGSTOP"): ("-survivor", "rank", "-survivor", "rank", "-survivor", "killed"),
     ("resilient survivor", "SIGTERM ignored"): ("-term", "-term", "-term", "-term", "-term", "killed"),
@@ -313,7 +316,7 @@ MATRIX: Mapping[tuple[str, str], tuple[Outcome, Outcome, Outcome, Outcome, Outco
     ("service", "exit 0"): ("rank", "-alone", "rank", "rank", "-save", "ends"),
     ("service", "GIL held"): ("never", "-alone", "rank", "rank", "-save", "killed"),
     ("service", "port taken"): ("port", "-alone", "-has", "-has", "-save", "-has"),
-    ("service", "disk full"): ("rank", "-alone", "none", "none", "-save", "ends"),
+    ("service", "disk full"): ("sick", "-alone", "none", "none", "-save", "ends"),
 }
 """The outcome of each fault of each part, by moment."""
 

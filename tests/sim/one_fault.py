@@ -43,6 +43,9 @@ FULL = "OSError: [Errno 28] No space left on device: 'checkpoint.pt'"
 VAIN = "torch.distributed.DistStoreError: wait timeout after 300000ms, keys: /0/1"
 HANGS = "hangs: no progress for 10 s"
 
+SHORT_OUTAGE = 1.5
+"""Seconds without a store: less than a lease."""
+
 SETTLED = 100.0
 """Seconds after the fault after which all is as it should be, and the job may end."""
 
@@ -239,7 +242,7 @@ class OneFault(Simulation):
             case "master":
                 self._hit_master()
             case "store member":
-                self._lose_store_for(5.0)
+                self._lose_store_for(SHORT_OUTAGE)
             case "rendezvous store":
                 self._hit_rendezvous()
             case _:
@@ -309,7 +312,7 @@ class OneFault(Simulation):
             case "SIGSTOP" | "GIL held":
                 master.hang(30.0)
             case "disk full":
-                self._lose_store_for(5.0)
+                self._lose_store_for(SHORT_OUTAGE)
             case _:
                 master.die(self.fault)
 

@@ -80,6 +80,7 @@ def like(text: str) -> str:
     text = re.sub(r":\d+(-\d+)?", ":N", text)
     text = re.sub(r"(generation|other) \d+", r"\1 N", text)
     text = re.sub(r"(n1 is gone|has met|have met|in a row|within 20 s): [^;,]*", r"\1", text)
+    text = re.sub(r"; n\d is sick", "", text)
     return text.replace(" before it was ready", "").replace(", too early", "")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import socket
 import subprocess
@@ -446,6 +447,12 @@ class AgentIo(RuleBasedStateMachine):
         if hasattr(self, "patch"):
             self.patch.undo()
             self.folder.cleanup()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_garbage() -> None:
+    """Garbage of other tests would close descriptors while they are counted."""
+    gc.collect()
 
 
 TestAgentIo = AgentIo.TestCase

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -54,7 +54,7 @@ def write(job: JobDir, phase: str = "running") -> None:
 st.register_type_strategy(WorkerStatus, st.builds(WorkerStatus, metrics=st.from_type(dict[str, float])))
 
 
-@examples(30)
+@settings(examples(30), suppress_health_check=[HealthCheck.data_too_large, HealthCheck.too_slow])
 @given(st.from_type(JobStatus).filter(lambda status: "NaN" not in json.dumps(status.to_json())))
 def test_a_status_survives_json(status: JobStatus) -> None:
     assert JobStatus.from_json(json.loads(json.dumps(status.to_json()))) == status

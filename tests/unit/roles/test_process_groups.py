@@ -45,7 +45,9 @@ def published(ip: str, port: int, numbers: tuple[int, ...], host: bytes = b"host
 
 @pytest.fixture
 def groups() -> Iterator[ProcessGroups]:
-    """Those of this process; all that a test has made ends with it."""
+    """Those of this process, without what other tests have left; all that a test has made ends with it."""
+    process_groups().end_all()
+    process_groups().release()
     yield process_groups()
     process_groups().end_all()
 
