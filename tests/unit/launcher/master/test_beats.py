@@ -41,6 +41,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
         "HEARTBEAT_INTERVAL",
         "SILENCE_POLL_INTERVAL",
         "OWNER_TIMEOUT",
+        "REJOIN_TIMEOUT",
     ):
         monkeypatch.setattr(beats, name, getattr(beats, name) / 20)
 
