@@ -72,7 +72,7 @@ class Member(BaseWorkload):
 
 
 class Driver(BaseTrainer):
-    """Lets the members step, whoever dies. It writes a point to a file of its own when `fit` begins."""
+    """Calls the members step by step, through their restarts. Writes a point to a file of its own when `fit` begins."""
 
     def is_recoverable(self) -> bool:
         """Return True: there is no state to lose."""

@@ -164,14 +164,14 @@ OTHERWISE: Mapping[Outcome, str] = {
     "none": "nothing",
     "again": "it starts again with the lost rank, at no cost",
     "costly": "it has succeeded. The others wait for it in vain, and each of them costs a restart",
-    "waits": "the job waits until it goes on, or the job is told to end",
+    "waits": "the job waits until the spawner gets SIGCONT or the job is stopped",
     "done": "the job ends: 0",
 }
 """The outcomes that no loss of a role is the reason for."""
 
 NEVER: Mapping[Outcome, str] = {
-    "-term": "nobody tells it to end then",
-    "-signal": "it is told to end by a message, and its end is not awaited without a limit",
+    "-term": "no process sends it SIGTERM at that moment",
+    "-signal": "it ends on a message, and the wait for its exit has a deadline",
     "-port": "it listens on no port that another process could have: it binds port 0, or inherits the socket",
     "-disk": "it writes nothing then that it could not do without",
     "-alone": "it has no group",
