@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -346,7 +347,7 @@ class Queue:
     ) -> None:
         """As `put`, in an event loop."""
         self._may_put(version)
-        with self._waiting("full_s"):
+        with self._waiting("full_s"), page().awaiting(asyncio.get_running_loop()):
             await self._items.put_async(value, version, self.maxsize, self._deadline(timeout))
 
     def _may_put(self, version: int | None) -> None:
@@ -382,7 +383,7 @@ class Queue:
         self._must_be(self.producer, "admit")
         if self._bound is None:
             return Admission()
-        with self._waiting("held_back_s"):
+        with self._waiting("held_back_s"), page().awaiting(asyncio.get_running_loop()):
             return await self._entrance.admit_async(self._deadline(timeout))
 
     def _reach_gate(self) -> PeerConnection | None:
@@ -411,7 +412,7 @@ class Queue:
     async def get_batch_async(self, count: int, *, timeout: float | None = None) -> list[Item]:
         """As `get_batch`, in an event loop."""
         self._may_get()
-        with self._waiting("empty_s"):
+        with self._waiting("empty_s"), page().awaiting(asyncio.get_running_loop()):
             return await self._consumer.get_async(count, self._connected, self._deadline(timeout))
 
     def _may_get(self) -> None:

@@ -18,11 +18,15 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from unirun.errors import UnirunError
 from unirun.values import Value
 from unirun.wire.blocking import open_link, out_of_the_way
 from unirun.wire.reports import ProgressPage
+
+if TYPE_CHECKING:
+    import asyncio
 
 PAGE_NAME = "unirun-progress"
 PAGE_BYTES = 4096
@@ -44,6 +48,9 @@ TEXT_LIMIT = PAGE_BYTES - _FIELDS.size
 
 FOR_EVER = 1 << 62
 """After every time of the clock."""
+
+LOOP_BEAT_INTERVAL = 0.2
+"""Seconds between two signs of life of an event loop, a fraction of any sensible time-out."""
 
 
 class Snapshot(Value):
@@ -73,6 +80,10 @@ class Page:
         self.fields = memoryview(memory)[: _FIELDS.size].cast("q")
         """The integers, by the constants of this module. A reader in another process sees each of them whole."""
         self.fields[STEP] = -1
+        # The tasks that wait for another role, in this event loop, and its next sign of life.
+        self._tasks = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._beat: asyncio.TimerHandle | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -122,6 +133,33 @@ class Page:
             yield
         finally:
             fields[IDLE], fields[LAST] = before, time.monotonic_ns()
+
+    @contextlib.contextmanager
+    def awaiting(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        """A context in which a task of `loop` waits for another role; any number of tasks at the same time. While one
+        does, the worker is not late as long as its loop runs. Loops of other threads than the main one do not count.
+        """
+        if threading.get_ident() != threading.main_thread().ident:
+            yield
+            return
+        if self._loop is not loop:
+            # A loop that has ended may have left tasks.
+            self._tasks, self._loop = 0, loop
+        self._tasks += 1
+        if self._tasks == 1:
+            self._loop_runs(loop)
+        try:
+            yield
+        finally:
+            if self._loop is loop:
+                self._tasks -= 1
+                if not self._tasks and self._beat is not None:
+                    self._beat.cancel()
+            self.fields[LAST] = time.monotonic_ns()
+
+    def _loop_runs(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.fields[LAST] = time.monotonic_ns()
+        self._beat = loop.call_later(LOOP_BEAT_INTERVAL, self._loop_runs, loop)
 
     @contextlib.contextmanager
     def allowance(self, seconds: float) -> Iterator[None]:

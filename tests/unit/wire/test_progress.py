@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import time
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from unirun.wire import progress
 from unirun.wire.progress import PAGE_BYTES, PAGE_NAME, Page, Snapshot, open_page, read_page, want_evidence
 
 
@@ -112,3 +114,39 @@ def test_a_report_takes_less_than_ten_microseconds(page: Page) -> None:
     for step in range(10_000):
         page.step(step)
     assert time.thread_time() - began < 0.1
+
+
+def test_a_worker_whose_tasks_wait_for_others_is_not_late_while_its_loop_runs(
+    page: Page, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LOOP_BEAT_INTERVAL", 0.001)
+
+    async def wait(until: asyncio.Event) -> None:
+        with page.awaiting(asyncio.get_running_loop()):
+            await until.wait()
+
+    async def later(than: int) -> int:
+        while read_page(number).last <= than:
+            await asyncio.sleep(0.001)
+        return read_page(number).last
+
+    async def main() -> None:
+        first, second = asyncio.Event(), asyncio.Event()
+        tasks = [asyncio.create_task(wait(each)) for each in (first, second)]
+        seen = await asyncio.wait_for(later(read_page(number).last), 10)
+        first.set()
+        await tasks[0]
+        # The second one still waits.
+        seen = await asyncio.wait_for(later(read_page(number).last), 10)
+        blocked = read_page(number).last
+        time.sleep(0.05)
+        assert read_page(number).last == blocked, "a loop that does not run has reported progress"
+        second.set()
+        await tasks[1]
+        over = read_page(number).last
+        await asyncio.sleep(0.05)
+        assert read_page(number).last == over >= seen, "nothing waits any more"
+
+    asyncio.run(main())
+    # Another loop begins anew, whatever the first one has left.
+    asyncio.run(main())

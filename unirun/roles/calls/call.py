@@ -375,7 +375,8 @@ class InvocationRef(Call, Generic[R]):
                 loop.call_soon_threadsafe(finish)
 
         self.wake_with(wake)
-        yield from over
+        with page().awaiting(loop):
+            yield from over
         return self.result()
 
     def __repr__(self) -> str:
