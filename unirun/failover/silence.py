@@ -34,8 +34,8 @@ half a second of its return, so 5.5 s of the 5.7 are used.
 Other ways to know that nobody has given the node up:
 
 - An agent that gets no answer may read in the store (etcd) that its node is not *marked*. It has `UNMARKED_SECONDS`
-  seconds from the beginning of that read, because a node is given up `GIVE_UP_DELAY` seconds after its mark was
-  written.
+  seconds from the beginning of that read. A node is given up `GIVE_UP_DELAY` seconds after its mark was written, which
+  is the same inequality with another fence: ``gone_after(UNMARKED_SECONDS) <= GIVE_UP_DELAY``, 2.77 s <= 2.8 s.
 - Where the store is a file on the head, no other host can read it, and masters run on the head only. An agent that gets
   no answer connects there, and has `FENCE_TIMEOUT` seconds from the beginning of an attempt in which both ends have
   proved the token, and over TLS their nodes. A master counts that as a message of the node, before the node can know of
@@ -76,17 +76,17 @@ def gone_after(fence: float) -> float:
     return (slowest + KILL_SECONDS) * (1 + CLOCK_DRIFT)
 
 
-GIVE_UP_DELAY = 2.0
-"""Seconds after which a silent node is lost, beginning when the report is in the store."""
+UNMARKED_SECONDS = 1.8
+"""Seconds for which an agent is safe that has found no mark of its node in the store."""
+
+GIVE_UP_DELAY = math.ceil(10 * gone_after(UNMARKED_SECONDS)) / 10
+"""Seconds after which a silent node is lost, beginning when the report is in the store: 2.8."""
 
 SILENCE_TIMEOUT = math.ceil(10 * (gone_after(FENCE_TIMEOUT) - GIVE_UP_DELAY)) / 10
-"""Seconds without a message after which a node is reported: 4.8."""
+"""Seconds without a message after which a node is reported: 4.0."""
 
 REJOIN_SECONDS = SILENCE_TIMEOUT + GIVE_UP_DELAY
 """Seconds that a master which has taken over waits for a node of another host, from when the first one has joined."""
-
-UNMARKED_SECONDS = 1.8
-"""Seconds for which an agent is safe that has found no mark of its node in the store."""
 
 LEASE_SECONDS = 3.0
 """Seconds of a term after which a master that does not renew it is replaced. It renews it three times in that."""

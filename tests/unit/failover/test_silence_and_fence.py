@@ -14,6 +14,7 @@ from unirun.failover.silence import (
     REJOIN_SECONDS,
     SILENCE_POLL_INTERVAL,
     SILENCE_TIMEOUT,
+    UNMARKED_SECONDS,
     Silence,
     gone_after,
 )
@@ -114,3 +115,8 @@ def given_up(heard: list[float], stalls: list[tuple[float, float]], rate: float)
 def test_no_master_gives_a_node_up_before_its_workers_have_ended() -> None:
     assert gone_after(FENCE_TIMEOUT) <= REJOIN_SECONDS
     assert REJOIN_SECONDS == SILENCE_TIMEOUT + GIVE_UP_DELAY
+
+
+def test_an_agent_that_lives_by_reads_of_the_store_is_gone_before_its_marked_node_is_given_up() -> None:
+    """Its last read began just before the mark was written."""
+    assert gone_after(UNMARKED_SECONDS) <= GIVE_UP_DELAY

@@ -116,7 +116,7 @@ class TestSilence:
             await answer(agent)
             told = await receive_until(watcher, Ended)
             assert (
-                "node n0 has been silent for 0.24 s; its ranks start elsewhere in 0.1 s unless it is heard"
+                "node n0 has been silent for 0.2 s; its ranks start elsewhere in 0.14 s unless it is heard"
                 in (texts(told))
             )
             (end,) = [each for each in told if isinstance(each, Ended)]
