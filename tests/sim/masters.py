@@ -174,6 +174,7 @@ class MasterModel:
 
     def _crash(self, when: str, chance: float) -> None:
         if self.alive and self.simulation.rng.random() < chance * self.simulation.scenario.crashes:
+            self.simulation.crashed()
             self.die(f"killed {when}")
 
     # streams

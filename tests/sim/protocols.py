@@ -65,6 +65,9 @@ class SimulationOfMasters(Protocol):
     def hit_bug(self) -> None:
         """An error of its own ends a master."""
 
+    def crashed(self) -> None:
+        """A master is killed around a write."""
+
     def aborting(self, epoch: int, state: JobState) -> None:
         """A master ends a job that none can lead."""
 

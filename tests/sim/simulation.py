@@ -196,6 +196,10 @@ class Simulation(Accidents):
         self.bugs += 1
         self.troubled = max(self.troubled, self.clock.now + 60.0)
 
+    def crashed(self) -> None:
+        """A master is killed around a write. Whatever it has decided may be lost."""
+        self.troubled = max(self.troubled, self.clock.now)
+
     def aborting(self, epoch: int, state: JobState) -> None:
         """A master ends a job that none can lead."""
         self._epoch, self.state, self.aborted = max(epoch, self._epoch), state, True

@@ -50,3 +50,13 @@ def test_a_seed_gives_the_same_history_twice() -> None:
     one.run()
     two.run()
     assert one.log == two.log
+
+
+def test_a_time_in_which_each_master_is_killed_before_it_has_led_is_not_calm() -> None:
+    """Also where nobody deposes it, so that the next one waits for the end of its term."""
+    simulation = Simulation(7)
+    simulation.scenario.crashes = 100.0
+    simulation.clock.now += 200.0
+    simulation.start_master(deposing=0)
+    assert not simulation.masters[0].alive
+    assert simulation.troubled == simulation.clock.now
