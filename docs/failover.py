@@ -164,7 +164,6 @@ OTHERWISE: Mapping[Outcome, str] = {
     "none": "nothing",
     "again": "it starts again with the lost rank, at no cost",
     "costly": "it has succeeded. The others wait for it in vain, and each of them costs a restart",
-    "waits": "the job waits until the spawner gets SIGCONT or the job is stopped",
     "done": "the job ends: 0",
 }
 """The outcomes that no loss of a role is the reason for."""
@@ -263,7 +262,7 @@ MATRIX: Mapping[tuple[str, str], tuple[Outcome, Outcome, Outcome, Outcome, Outco
     ("agent", "port taken"): ("-port", "-port", "-port", "-port", "-port", "-port"),
     ("agent", "disk full"): ("-disk", "-disk", "-disk", "-disk", "-disk", "-disk"),
     ("spawner", "SIGKILL"): ("rank", "rank", "rank", "rank", "rank", "ends"),
-    ("spawner", "SIGSTOP"): ("waits", "none", "none", "none", "none", "ends"),
+    ("spawner", "SIGSTOP"): ("none", "none", "none", "none", "none", "ends"),
     ("spawner", "SIGTERM ignored"): ("-signal", "-signal", "-signal", "-signal", "-signal", "-signal"),
     ("spawner", "exit 1"): ("rank", "rank", "rank", "rank", "rank", "ends"),
     ("spawner", "exit 0"): ("rank", "rank", "rank", "rank", "rank", "ends"),

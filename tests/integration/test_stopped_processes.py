@@ -24,6 +24,14 @@ def test_a_job_with_a_stopped_process_ends_when_it_is_told_to(
     unirun.assert_nothing_left()
 
 
+@pytest.mark.cold
+def test_a_spawner_that_is_stopped_while_it_imports_is_let_go_on(unirun: Unirun, script: Script) -> None:
+    job = unirun.start("--nproc-per-node", 2, script("print('up', flush=True)"))
+    os.kill(unirun.pid_of("unirun-spawner"), signal.SIGSTOP)
+    job.lines("up", 2)
+    assert job.end(WAIT_TIMEOUT).code == 0
+
+
 def test_the_end_of_a_rank_is_noticed_though_its_spawner_is_stopped(unirun: Unirun, script: Script) -> None:
     train = """
         import os, time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -99,13 +100,11 @@ class NodeModel:
         self._dead = (0, 0.0)
         self._attempts, self._coming_up_until = CandidateAttempts(), 0.0
         self.orders = Orders(JOB, AgentTask(simulation.scenario.spec, name, (name,), "/", "127.0.0.1"), {})
-        keys = self.orders.spawners
         self.contact = ContactModel(self)
-        self.state = AgentState(
-            name, self.orders.in_place, self.orders.companions, spawners=dict.fromkeys(keys, False)
-        )
-        for key in keys:
-            self.spawners[key] = SpawnerModel(self, key)
+        about = AgentState(name, self.orders.in_place, self.orders.companions)
+        self.state, commands = core.start_spawners(about, self.orders.spawners)
+        for command in commands:
+            self._carry_out(command)
 
     def join(self) -> None:
         """Look for the first master."""
@@ -373,6 +372,9 @@ class NodeModel:
             case events.StartSpawner(key):
                 assert key not in self.spawners, "there is such a spawner already"
                 self.spawners[key] = SpawnerModel(self, key)
+            case events.SignalSpawner(key, signum) if key in self.spawners:
+                assert signum == signal.SIGCONT, "an import has no end"
+                self.spawners[key].wake()
             case events.CallLater(delay, event):
                 self.simulation.clock.after(delay, lambda: self.apply(event))
             case events.KillGroups(pids):

@@ -105,8 +105,6 @@ class OneFault(Simulation):
         self._coming = self._told_to_end = self._others_died = False
         self.decisions: list[str] = []
         self.incarnations: dict[tuple[str, int], int] = {}
-        self.waits = False
-        """True if the job does not go on, and has to be told to end."""
         super().__init__(seed, calm_scenario(kind, limit, call=moment == "in a call", hosts=part == "agent"))
 
     # the moment
@@ -333,10 +331,7 @@ class OneFault(Simulation):
         if self.finish is not None:
             return
         self.incarnations = self.seen()
-        if not self._all_run:
-            self.waits = True
-            self.tell(Stop(signal.SIGTERM, "it waits"))
-            return
+        assert self._all_run, "the job does not go on"
         for name in self.state.spec.primary:
             for worker in self.state.roles[name].live:
                 spawner, number, _ = self.find_now(name, worker.rank)

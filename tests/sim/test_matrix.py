@@ -103,8 +103,7 @@ def test_a_fault_ends_as_the_table_says(part: str, fault: str, moment: str, outc
     assert run.finish is not None
     end = run.finish.verdict.phase, run.finish.verdict.code
     again = {who for who, incarnation in run.incarnations.items() if incarnation > 0}
-    assert run.waits == (outcome == "waits")
-    if outcome in ("ends", "killed", "waits"):
+    if outcome in ("ends", "killed"):
         assert (end, run.decisions) == ((JobPhase.STOPPED, 128 + signal.SIGTERM), [])
     elif outcome == "costly":
         assert end == (JobPhase.FAILED, EXIT_BUDGET)
@@ -149,7 +148,7 @@ def test_without_restarts_the_job_ends_with_the_code_and_the_name_of_the_rank(
     assert run.came
     assert run.finish is not None
     verdict = run.finish.verdict
-    if outcome in ("port", "waits"):
+    if outcome == "port":
         assert verdict.code == 0
         return
     decision = decided(run, outcome, 0)

@@ -55,6 +55,11 @@ REAL: dict[tuple[str, str, str], str] = {
         "SIGKILL",
         "running",
     ): "test_restarting_a_role.py a_role_restarts_when_the_spawner_was_killed",
+    (
+        "spawner",
+        "SIGSTOP",
+        "starting",
+    ): "test_stopped_processes.py a_spawner_that_is_stopped_while_it_imports",
     ("spawner", "SIGSTOP", "running"): "test_stopped_processes.py the_end_of_a_rank_is_noticed",
     ("spawner", "SIGSTOP", "stopping"): "test_stopped_processes.py a_job_with_a_stopped_process_ends",
     ("master", "SIGKILL", "starting"): "test_durability_crash_points.py a_master_may_crash_before_and_after",

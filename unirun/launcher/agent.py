@@ -391,10 +391,9 @@ class Agent:
 
     def _warm_up(self) -> None:
         """Start the spawners before the master connects, as importing torch dominates the start of a job."""
-        keys = self._orders.spawners
-        self._state = replace(self._state, spawners=dict.fromkeys(keys, False))
-        for key in keys:
-            self._start_spawner(key)
+        self._state, commands = core.start_spawners(self._state, self._orders.spawners)
+        for command in commands:
+            self._carry_out(command)
         self._early.close()
 
     def _apply(self, event: events.Event) -> None:
@@ -419,6 +418,9 @@ class Agent:
                     self._spawners[key][0].send(message)
             case events.StartSpawner(key):
                 self._start_spawner(key)
+            case events.SignalSpawner(key, signum):
+                if key in self._spawners:
+                    self._spawners[key][1].send_signal(signum)
             case events.ToLink(number, message):
                 for link in self._links.get(number, ()):
                     link.send(message)

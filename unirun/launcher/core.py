@@ -36,10 +36,12 @@ from unirun.launcher.events import (
     RendezvousStore,
     SendFault,
     Signal,
+    SignalSpawner,
     SpawnerDown,
     StartProbing,
     StartSpawner,
     StillEnding,
+    StillImporting,
     StillWithoutLink,
     StopDue,
     StopProbing,
@@ -419,6 +421,8 @@ def _step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
             return probed(state, event)
         case ReadyDue():
             return ready_due(state, event)
+        case StillImporting():
+            return _still_importing(state, event)
         case Hung():
             return _end_hung(state, event)
 
@@ -554,7 +558,36 @@ def _standing(store: RendezvousStore) -> StoreOpened | StoreEnded | None:
 def _need_spawner(state: AgentState, key: SpawnerKey) -> tuple[AgentState, list[Command]]:
     if key in state.spawners:
         return state, []
-    return replace(state, spawners={**state.spawners, key: False}), [StartSpawner(key)]
+    look = CallLater(IMPORT_LOOK_INTERVAL, StillImporting(key, IMPORT_LOOK_INTERVAL))
+    return replace(state, spawners={**state.spawners, key: False}), [StartSpawner(key), look]
+
+
+def start_spawners(state: AgentState, keys: Iterable[SpawnerKey]) -> tuple[AgentState, list[Command]]:
+    """Start spawners that no order needs yet."""
+    commands: list[Command] = []
+    for key in keys:
+        state, more = _need_spawner(state, key)
+        commands += more
+    return state, commands
+
+
+IMPORT_LOOK_INTERVAL = 2.0
+"""Seconds between two looks whether a spawner still imports."""
+
+IMPORT_TIMEOUT = 900.0
+"""Seconds in which a spawner imports torch and what the job preloads. A file system that many hosts read is slow."""
+
+
+def _still_importing(state: AgentState, event: StillImporting) -> tuple[AgentState, list[Command]]:
+    """Let a spawner go on that somebody has stopped (SIGSTOP): all of its workers wait for it. End one that never
+    comes to the end of its imports."""
+    if state.spawners.get(event.key, True):
+        return state, []
+    if event.waited >= IMPORT_TIMEOUT:
+        text = f"a spawner has not ended its imports within {IMPORT_TIMEOUT:g} s and is killed"
+        return state, [ToMaster(Notice(state.node, text)), SignalSpawner(event.key, int(signal.SIGKILL))]
+    again = replace(event, waited=event.waited + IMPORT_LOOK_INTERVAL)
+    return state, [SignalSpawner(event.key, int(signal.SIGCONT)), CallLater(IMPORT_LOOK_INTERVAL, again)]
 
 
 def _stop(

@@ -199,6 +199,13 @@ class TimerExpired(Value):
     signal: int
 
 
+class StillImporting(Value):
+    """The import of a spawner began `waited` seconds ago. It may have ended."""
+
+    key: SpawnerKey
+    waited: float
+
+
 class Hung(Value):
     """A worker hangs, and `why`."""
 
@@ -249,6 +256,7 @@ Event = (
     | TimerExpired
     | Probed
     | ReadyDue
+    | StillImporting
     | Hung
     | Abandon
 )
@@ -271,6 +279,13 @@ class StartSpawner(Value):
     """Start a spawner."""
 
     key: SpawnerKey
+
+
+class SignalSpawner(Value):
+    """Send `signal` to a spawner, if it is there."""
+
+    key: SpawnerKey
+    signal: int
 
 
 class ToLink(Value):
@@ -336,6 +351,7 @@ Command = (
     ToMaster
     | ToSpawner
     | StartSpawner
+    | SignalSpawner
     | ToLink
     | ToLinks
     | CallLater

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+from typing import Any
+
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.launcher.agent import INT, KILL, OTHER, TERM, TORCH, Agent, launch, spawn, store, worker
 from unirun.failover.state import OWNER_LOST_GRACE_SECONDS
-from unirun.launcher.core import WORKER_EXIT_TIMEOUT
+from unirun.launcher.core import IMPORT_LOOK_INTERVAL, IMPORT_TIMEOUT, WORKER_EXIT_TIMEOUT
 from unirun.launcher.environment import FRESH
 from unirun.launcher.events import (
     Abandon,
@@ -18,9 +22,11 @@ from unirun.launcher.events import (
     LinkMessage,
     SendFault,
     Signal,
+    SignalSpawner,
     SpawnerDown,
     StartSpawner,
     StillEnding,
+    StillImporting,
     StopDue,
     Throttle,
     ToMaster,
@@ -320,6 +326,11 @@ class TestAStoreThatDies:
         assert Agent().alive().on(Shutdown(), store(generation=1)).sent(OpenStore) == []
 
 
+def found(agent: Agent, kind: type) -> list[Any]:
+    """The commands of a kind."""
+    return [each for each in agent.commands if isinstance(each, kind)]
+
+
 class TestASpawnerThatDies:
     def test_a_spawner_that_dies_takes_its_workers_with_it(self) -> None:
         agent = Agent().alive().on(SpawnerDown(TORCH, "its spawner was killed", 5.0))
@@ -335,6 +346,22 @@ class TestASpawnerThatDies:
         agent.on(store(generation=1), launch(first=5, incarnation=1))
         assert agent.has(StartSpawner)
         assert [m.id for m in agent.spawner(SpawnerReady(1.0)).sent(Spawn)] == [5, 6]
+
+    def test_a_spawner_that_was_stopped_while_it_imports_is_let_go_on(self) -> None:
+        agent = Agent().on(launch())
+        (later,) = found(agent, CallLater)
+        agent.on(later.event)
+        assert found(agent, SignalSpawner) == [SignalSpawner(TORCH, int(signal.SIGCONT))]
+        (again,) = found(agent, CallLater)
+        assert again.event == replace(later.event, waited=2 * IMPORT_LOOK_INTERVAL)
+        assert agent.spawner(SpawnerReady(3.0)).on(again.event).commands == []
+
+    def test_a_spawner_that_never_ends_its_imports_is_killed(self) -> None:
+        agent = Agent(spawners={TORCH: False}).on(StillImporting(TORCH, IMPORT_TIMEOUT))
+        assert found(agent, SignalSpawner) == [SignalSpawner(TORCH, KILL)]
+        (told,) = agent.told(Notice)
+        assert told.text == "a spawner has not ended its imports within 900 s and is killed"
+        assert not agent.has(CallLater)
 
     def test_a_spawner_that_dies_before_it_is_ready_fails_its_workers(self) -> None:
         agent = Agent(spawners={TORCH: False}).on(launch(), SpawnerDown(TORCH, "cannot import x", 5.0))
