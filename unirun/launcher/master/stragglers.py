@@ -67,8 +67,9 @@ class StragglerWatch:
     def _judge(self, group: Group) -> None:
         arrivals = self._arrived.pop(group)
         late = late_ranks(arrivals)
-        self._windows = self._windows.after([*arrivals], late)
-        self._late = {**self._late, **late}
+        gone = [who for who in self._windows.late if self._worker(who) is None]
+        self._windows = self._windows.after([*arrivals, *gone], late)
+        self._late = {who: each for who, each in {**self._late, **late}.items() if who in self._windows.late}
         for who in self._windows.told():
             worker = self._worker(who)
             if worker is None or who not in late:

@@ -14,10 +14,30 @@ from unirun.wire.messages import Attach
 from unirun.wire.reports import Arrivals, FromWorker, Notice
 
 
-def arrivals(rank: int, window: int) -> FromWorker:
+def arrivals_of(rank: int, window: int) -> Arrivals:
     """Those of a rank in ten steps of a second. Rank 1 is half a second late."""
     times = tuple((number, window * 10.0 + number + 0.5 * (rank == 1)) for number in range(10))
-    return FromWorker(WorkerId("actor", rank, 0), Arrivals("0", "", window, times))
+    return Arrivals("0", "", window, times)
+
+
+def arrivals(rank: int, window: int) -> FromWorker:
+    return FromWorker(WorkerId("actor", rank, 0), arrivals_of(rank, window))
+
+
+def test_nothing_is_kept_of_a_straggler_that_has_ended() -> None:
+    """An incarnation that is over comes in no later window."""
+    job = Job({"actor": 3})
+    job.on(job.join("n0"))
+    watch = stragglers.StragglerWatch(lambda: job.state, lambda *about: None, lambda straggles: None)
+    for window, incarnation in enumerate((5, 6, 7)):
+        group = "actor", "0", "", window
+        late, *rest = (
+            (WorkerId("actor", rank, incarnation), arrivals_of(rank, window).times) for rank in (1, 0, 2)
+        )
+        watch._arrived[group] = {who: dict(times) for who, times in (late, *rest)}
+        watch._judge(group)
+    assert [who.incarnation for who in watch._late] == [7]
+    assert {who.incarnation for who in watch._windows.late} == {7}
 
 
 def test_a_rank_that_is_late_in_three_windows_is_told_once(
