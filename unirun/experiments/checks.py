@@ -50,6 +50,10 @@ from unirun.wire.reporting import report
 
 Faults = Iterator[Fault]
 
+TRAJECTORY_KEYS = frozenset({"packed_input_ids", "prompt_mask", "packed_logprobs", "versions", "rewards"})
+"""The keys that trajectories have in an asynchronous experiment. Rewards are one for each sequence, all else is one for
+each token; logarithms of probabilities and versions are those with which rollouts were made."""
+
 
 def faults(config: ExperimentDescription) -> list[Fault]:
     """All errors that can be found without making models or datasets, with hints. Empty if there are none."""
@@ -235,7 +239,9 @@ def _role_faults(config: ExperimentDescription) -> Faults:
 
 
 def dataset_keys(config: ExperimentDescription) -> frozenset[str]:
-    """The keys that the datasets of an experiment have."""
+    """The keys that the datasets of an experiment have, or the trajectories of an asynchronous one."""
+    if config.gserver_manager:
+        return TRAJECTORY_KEYS
     return frozenset().union(*_keys_of_datasets(config).values())
 
 
@@ -248,6 +254,8 @@ def _keys_of_datasets(config: ExperimentDescription) -> dict[str, frozenset[str]
 def _data_faults(config: ExperimentDescription) -> Faults:
     """The datasets are in the workers of the model that is called first, and are the same in all of them. All of them
     have the same keys."""
+    if config.gserver_manager:
+        return
     made = {key for call in config.model_rpcs for key in call.output_keys}
     first = next((c for c in config.model_rpcs if not any(key in made for key in c.input_keys)), None)
     if first is None:
@@ -300,10 +308,16 @@ POLICIES = ("round_robin", "least_requests", "least_token_usage")
 def _serving_faults(config: ExperimentDescription) -> Faults:
     """Generation servers, their manager, and rollout workers."""
     servers, managers, rollouts = config.generation_server, config.gserver_manager, config.rollout_worker
-    if managers and not servers:
-        yield Fault("gserver_manager", "there are no generation servers to manage", "add them")
     if (servers or managers) and len(managers) != 1:
         yield Fault("gserver_manager", f"there are {len(managers)}", "generation servers have one manager")
+    if managers and not rollouts:
+        yield Fault("rollout_worker", "there are none, and a gserver_manager", "add rollout workers")
+    for call in config.model_rpcs if managers else ():
+        if call.interface_type is ModelInterfaceType.GENERATE:
+            problem = "it generates, and there is a gserver_manager"
+            yield Fault(
+                f"model_rpcs.{call.name}", problem, "leave it out: trajectories come from rollout workers"
+            )
     if rollouts and not managers:
         yield Fault("rollout_worker", "there is no gserver_manager to ask", "add one, and its servers")
     for index, server in enumerate(servers):
@@ -329,10 +343,10 @@ def _manager_faults(config: ExperimentDescription, manager: GserverManager) -> F
     if manager.n_servers != servers:
         problem = f"n_servers is {manager.n_servers}, and there are {servers} generation servers"
         yield Fault(where, problem, "make both the same")
-    roles = {name.role for name in config.models()}
+    roles = {call.role for call in config.model_rpcs if call.trains}
     if manager.model_name.role not in roles:
-        problem = f"it serves {manager.model_name}, which no worker has"
-        yield Fault(where, problem, f"there are: {', '.join(sorted(roles))}")
+        problem = f"it serves {manager.model_name}, whose role is not trained"
+        yield Fault(where, problem, f"trained are: {_listed(sorted(roles))}")
     yield from _too_small(
         where, manager, "train_batch_size", "flush_request_timeout", "max_concurrent_rollouts"
     )

@@ -21,6 +21,7 @@ from unirun.errors import (
     UsageError,
     WorkerLost,
 )
+from unirun.experiments.buffer import BUFFER_RANK, TakenFile, TakeOrder, staleness
 from unirun.experiments.config import done, passed
 from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.models.api import FinetuneSpec
@@ -46,6 +47,10 @@ WORKERS = "model_worker"
 
 MAX_LOSSES_WITHOUT_STEP = 10
 """Losses of workers that a trial survives without a new step."""
+
+
+LOOK_INTERVAL = 1.0
+"""Seconds after which a master that waits for trajectories looks whether all workers live."""
 
 
 STARTS = "at its start"
@@ -91,6 +96,8 @@ class MasterWorkerProcess(BaseTrainer):
             self._group: Any = self.RG_MODEL_WORKER
             self._attempt = int(time.time() * 1000)
             self._saved = config.evaluated().role if config.auto_eval else ""
+            self._manager = next(iter(config.gserver_manager), None)
+            self._taken, self._patience = TakenFile(self._recovery.buffer), config.call_timeout
 
     @contextlib.contextmanager
     def _errors_come_again(self) -> Iterator[None]:
@@ -106,7 +113,8 @@ class MasterWorkerProcess(BaseTrainer):
             return self._fit()
 
     def _fit(self) -> dict[str, float]:
-        if not self._trial.resume and self.load_state() is None:
+        # Without a checkpoint there are, perhaps, trajectories.
+        if self.load_state() is None and not (self._trial.resume and self._recovery.steps()):
             self._recovery.clear()
         figures: dict[str, float] = {}
         info: RecoverInfo | None = None
@@ -212,7 +220,92 @@ class MasterWorkerProcess(BaseTrainer):
         if info is None:
             info = RecoverInfo(versions={name: v for each in found for name, v in each.items()})
         self._used = [*info.used_ids]
+        if self._manager is not None:
+            self._find_trajectories(info)
         return info
+
+    # Trajectories of an asynchronous trial.
+
+    def _find_trajectories(self, info: RecoverInfo) -> None:
+        """Find those that were accepted, and which step has taken which; go on to take more."""
+        self._order, self._ages = TakeOrder.of(self._taken.read()), dict[str, int]()
+        self._next, self._counts, self._counted = 0, (0, 0), (0, 0)
+        self._look(0.0)
+        self._counted = self._counts
+        self._begun = max(info.step, self._order.begun)
+        old = [each for taken in self._order.taken.values() for each in taken.old]
+        self._keeper.release.call(self._attempt, old, dropped=True)
+        self._release()
+        # The last step that was begun may not have been trained.
+        version = max(info.step, self._begun - 1)
+        kept = len(self._order.waiting) + (self._begun - version) * self._source.n_seqs
+        self._keeper.receive.call(self._attempt, version, kept)
+        self._publish(info)
+
+    @property
+    def _keeper(self) -> Any:
+        """The worker that has the buffer."""
+        return self._group[BUFFER_RANK]
+
+    def _look(self, seconds: float) -> bool:
+        """Learn what has arrived, and wait for it up to so many seconds. Returns True if something has."""
+        self._next, some, self._counts = self._keeper.accepted.call(self._attempt, self._next, seconds)
+        self._order = self._order.arrived((meta.ids[0], version) for version, meta in some)
+        self._ages |= {meta.ids[0]: version for version, meta in some}
+        return bool(some)
+
+    def _take(self, step: int) -> tuple[tuple[str, ...], dict[str, float]]:
+        """The trajectories of a step, and figures. Waits until there are enough."""
+        assert self._manager is not None
+        began = progress = time.monotonic()
+        self._look(0.0)
+        while True:
+            again = step in self._order.taken
+            self._order, taken = self._order.take(
+                step, self._source.n_seqs, self._manager.max_head_offpolicyness
+            )
+            if taken is not None:
+                break
+            if self._look(LOOK_INTERVAL):
+                progress = time.monotonic()
+            elif time.monotonic() - progress > self._patience:
+                raise TrainingFailed(
+                    f"no trajectory has come for {self._patience:g} s, and step {step + 1} has "
+                    f"{len(self._order.waiting)} of {self._source.n_seqs}",
+                    "do the rollout workers work? unirun logs rollout_worker:0 shows their output",
+                )
+            if self._generation_now() != self._generation:
+                raise WorkerLost(
+                    "a model worker was lost while trajectories were waited for", "go on", worker=""
+                )
+        if not again:
+            self._taken.write(taken)
+            if taken.old:
+                self._keeper.release.call(self._attempt, taken.old, dropped=True)
+        ages = staleness(taken, self._ages)
+        accepted, rejected = (now - before for now, before in zip(self._counts, self._counted, strict=True))
+        self._counted = self._counts
+        return taken.ids, {
+            "trajectories/waited": time.monotonic() - began,
+            "trajectories/waiting": float(len(self._order.waiting)),
+            "trajectories/accepted": float(accepted),
+            "trajectories/rejected": float(rejected),
+            "trajectories/too_old": float(len(taken.old)),
+            **{f"trajectories/staleness_{age}": float(count) for age, count in ages.items()},
+        }
+
+    def _publish(self, info: RecoverInfo) -> None:
+        """Publish the weights, unless they are those of a step that is made again, after which others were seen."""
+        if info.step >= self._begun:
+            self._group.publish.call(self._attempt, info.step)
+
+    def _release(self) -> None:
+        """Drop the trajectories of steps that no checkpoint goes back to."""
+        self._order, ids = self._order.released(min(self._recovery.steps(), default=0))
+        for each in ids:
+            self._ages.pop(each, None)
+        if ids:
+            self._keeper.release.call(self._attempt, ids, dropped=False)
 
     def _last(self, before: int | None = None) -> RecoverInfo | None:
         """The last checkpoint, if there is one, of those `before` a step if one is given. A checkpoint with
@@ -265,13 +358,16 @@ class MasterWorkerProcess(BaseTrainer):
     def _step(self, info: RecoverInfo) -> tuple[RecoverInfo, dict[str, float]]:
         """Run all calls once, and what is due after them."""
         began, used = time.perf_counter(), time.process_time()
-        n = self._source.n_seqs
-        order = SampleOrder(self._samples, self._seed, info.epoch, self._shuffle)
-        indices = order.indices(info.epoch_step * n, (info.epoch_step + 1) * n).tolist()
         step = Step(self._group, self._resolved, self._attempt, info.step, self._seed)
+        figures: dict[str, float] = {}
         try:
-            ids = step.load(self._source.model_name, indices)
-            figures = step.walk()
+            if self._manager is None:
+                ids, figures = step.load(self._source.model_name, self._indices(info)), {}
+            else:
+                step.at = "the wait for trajectories"
+                ids, figures = self._take(info.step)
+                step.take(BUFFER_RANK, ids)
+            figures |= step.walk()
         finally:
             self._doing = f"in step {info.step + 1}, {step.at}"
         seconds = time.perf_counter() - began
@@ -291,6 +387,8 @@ class MasterWorkerProcess(BaseTrainer):
         )
         figures |= {"seconds": seconds, "master_seconds": time.process_time() - used}
         self._write_figures(info.step, figures)
+        if self._manager is not None:
+            self._publish(info)
         due = self._control.due(info.frequencies)
         self._saves.follow(to_end=False)
         if due:
@@ -302,6 +400,13 @@ class MasterWorkerProcess(BaseTrainer):
             if "ckpt" in due:
                 self._checkpoint(info)
         return info, figures
+
+    def _indices(self, info: RecoverInfo) -> list[int]:
+        """The samples of the dataset that the next step reads."""
+        n = self._source.n_seqs
+        order = SampleOrder(self._samples, self._seed, info.epoch, self._shuffle)
+        found: list[int] = order.indices(info.epoch_step * n, (info.epoch_step + 1) * n).tolist()
+        return found
 
     def _refuse_not_finite(self, info: RecoverInfo) -> None:
         """Raise `TrainingFailed` for a model that has diverged, so that no checkpoint and no saved model has it."""
@@ -323,6 +428,8 @@ class MasterWorkerProcess(BaseTrainer):
         self._recovery.prepare(info.step, models)
         self._group.checkpoint.call(self._attempt, info.step)
         self._recovery.commit(replace(info, used_ids=tuple(self._used), settings=self._settings))
+        if self._manager is not None:
+            self._release()
 
     def _save(self, info: RecoverInfo) -> None:
         """Write all models that are trained, for others to use."""

@@ -262,6 +262,13 @@ class Step:
         self._batch = SequenceSample.gather(metas)
         return self._batch.ids
 
+    def take(self, rank: int, ids: Sequence[str]) -> tuple[str, ...]:
+        """Have a worker take these trajectories from its buffer. Returns their ids."""
+        self.at = "the reading of trajectories"
+        self._batch = self._group[rank].load.call(self._attempt, self._number, ids)
+        self._has(self._batch, (rank,))
+        return self._batch.ids
+
     def _has(self, meta: SequenceSample, ranks: tuple[int, ...]) -> None:
         for key in meta.keys:
             known = self._where.setdefault(key, {})

@@ -164,6 +164,8 @@ class Recovery:
 
     def __init__(self, root: Path) -> None:
         self._top, self._root = root, root / "recover"
+        self.buffer = self._root / "buffer"
+        """The directory of the trajectories of an asynchronous trial (`unirun.experiments.buffer`)."""
 
     def path(self, step: int) -> Path:
         """The path of the checkpoint after so many steps."""

@@ -232,15 +232,17 @@ def job_mapping(
             f"scheduling_setup() has {scheduling.model_worker.count} model workers, initial_setup() has {count}",
             "let both follow from the same settings",
         )
-    if config.generation_server or config.rollout_worker:
+    if config.generation_server:
         raise UsageError(
-            "generation servers and rollout workers are configured, and are not started by this version",
-            "leave them out: the actor generates in a call",
+            "generation servers are configured, and are not started by this version",
+            "leave them out: rollout workers may ask a service outside the job",
         )
     workers, master = scheduling.model_worker.scheduling, scheduling.master_worker.scheduling
     roles = {"model_worker": _role(count, "ModelWorkerProcess", workers)}
     if config.auto_eval:
         roles["evaluator"] = _role(1, "EvaluatorProcess", scheduling.evaluator or workers)
+    if config.gserver_manager:
+        roles["rollout_worker"] = _rollout_role(config, scheduling)
     return {
         "name": f"{trial.experiment}-{trial.trial}",
         # Each worker sees its own devices only.
@@ -254,6 +256,21 @@ def job_mapping(
         "config": msgspec.to_builtins(trial),
         "preload": [*PRELOAD, *preload],
         "call_timeout": config.call_timeout,
+    }
+
+
+def _rollout_role(config: ExperimentConfig, scheduling: ExperimentScheduling) -> dict[str, Any]:
+    """The role of the rollout workers of an asynchronous experiment."""
+    count, given = len(config.rollout_worker), scheduling.rollout_worker
+    if given is not None and given.count != count:
+        raise UsageError(
+            f"scheduling_setup() has {given.count} rollout workers, initial_setup() has {count}",
+            "let both follow from the same settings",
+        )
+    needs = given.scheduling if given is not None else Scheduling.rollout_worker_default()
+    return {
+        **_role(count, "", needs),
+        "workload": "unirun.experiments.rollout_worker:RolloutWorkerProcess",
     }
 
 

@@ -355,6 +355,10 @@ class Gate:
         """These weights are trained now."""
         self._change(lambda state: state.advanced(version))
 
+    def keep(self, count: int) -> None:
+        """Consumers have so many more items that wait for their batch, or fewer."""
+        self._change(lambda state: state.kept(count))
+
     def look(self) -> None:
         """Producers may be gone."""
         self._change(lambda state: state.lost(self._gone))

@@ -162,6 +162,11 @@ class GateState(Value):
         """These weights are trained now."""
         return replace(self, version=max(self.version, version))
 
+    def kept(self, count: int) -> GateState:
+        """Consumers have `count` more items than producers know of, which wait for their batch; below 0: so many that
+        were used are not trained on, and others take their place."""
+        return replace(self, before=self.before + count)
+
     def lost(self, gone: Callable[[WorkerId], bool]) -> GateState:
         """Producers that are gone have taken with them what they had not delivered."""
         left = {who: known for who, known in self.producers.items() if not gone(who)}

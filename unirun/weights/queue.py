@@ -42,6 +42,10 @@ class Item(Value):
     version: int | None
 
 
+def _name(who: WorkerId, number: int) -> str:
+    return f"{who}/{who.incarnation}/{number}"
+
+
 class RemoteProducer:
     """A producer as one consumer sees it. `changed` is called, in some thread, when it may have answered."""
 
@@ -208,8 +212,7 @@ class Consumer:
     def _collect(self, feed: RemoteProducer) -> None:
         who = feed.line.who
         for said, value in feed.came():
-            name = f"{who}/{who.incarnation}/{said.number}"
-            self._ready.append((who, said.number, Item(name, value, said.version)))
+            self._ready.append((who, said.number, Item(_name(who, said.number), value, said.version)))
 
     def _is_old(self, item: Item) -> bool:
         bound = self._bound
@@ -225,6 +228,16 @@ class Consumer:
         for feed in feeds:
             if numbers := [number for who, number in old if who == feed.line.who]:
                 feed.used(numbers, dropped=True)
+
+    def drop(self, item: Item, feeds: Sequence[RemoteProducer]) -> None:
+        """An item that was given out is not used."""
+        for feed in feeds:
+            who, numbers = feed.line.who, self._out.get(feed.line.who, [])
+            for number in numbers:
+                if item.id == _name(who, number):
+                    numbers.remove(number)
+                    feed.used([number], dropped=True)
+                    return
 
     def done(self, feeds: Sequence[RemoteProducer]) -> None:
         """All items that were given out were used."""
@@ -433,6 +446,19 @@ class Queue:
     def done(self) -> None:
         """All items that this process has got were used."""
         self._consumer.done(list(self._feeds.values()))
+
+    def drop(self, item: Item) -> None:
+        """An item that was got since the last `done` is not used: its admission is given back, and another one may be
+        made in its place."""
+        self._must_be(self.consumer, "drop")
+        self._consumer.drop(item, list(self._feeds.values()))
+
+    def keep(self, count: int) -> None:
+        """Rank 0 of the consumer has `count` items, said to be used, that wait for a later batch: of a consumer before,
+        which has left them on disk. Below 0: so many of those are dropped, and others take their place."""
+        self._must_be(self.consumer, "keep")
+        if self._bound is not None and self._context.rank == 0:
+            self._hub.gate(self.name).keep(count)
 
     def advance(self, version: int) -> None:
         """Weights of `version` are trained now. Every rank of the consumer calls it after each batch, and after a

@@ -8,6 +8,7 @@ from typing import Any
 from tests.unit.experiments.sample_configs import (
     ACTOR,
     COPY,
+    GENERATE,
     PROMPTS,
     TRAIN,
     at,
@@ -49,7 +50,9 @@ def with_servers(
     rollouts: list[RolloutWorker] | None = None,
     tp_size: int = 1,
 ) -> ExperimentConfig:
-    config = config_of([call("train", ["prompt"], kind=TRAIN)], {ACTOR: at()})
+    # With a manager the data are those of trajectories.
+    key = "prompt" if managers == [] else "rewards"
+    config = config_of([call("train", [key], kind=TRAIN)], {ACTOR: at()})
     config.generation_server = [GenerationServer(1, "torch", {}, "model", tp_size)] * servers
     config.gserver_manager = [manager()] if managers is None else managers
     config.rollout_worker = [rollout()] if rollouts is None else rollouts
@@ -77,7 +80,7 @@ def test_another_number_of_servers_than_the_manager_has() -> None:
 def test_a_model_that_no_worker_has() -> None:
     nobody = ModelName("nobody")
     config = with_servers(managers=[manager(model_name=nobody)], rollouts=[rollout(model_name=nobody)])
-    assert only(config) == "gserver_manager: it serves nobody@0, which no worker has"
+    assert only(config) == "gserver_manager: it serves nobody@0, whose role is not trained"
 
 
 def test_a_worker_that_asks_for_another_model() -> None:
@@ -122,6 +125,19 @@ def test_servers_of_one_model_that_differ() -> None:
     assert only(config) == "generation_server: they differ in backend_type, model_path or tp_size"
 
 
-def test_a_manager_without_servers() -> None:
-    config = with_servers(servers=0, managers=[manager(n_servers=0)], rollouts=[])
-    assert only(config) == "gserver_manager: there are no generation servers to manage"
+def test_a_manager_without_servers_is_right_and_without_rollout_workers_it_is_not() -> None:
+    assert [*faults_of(with_servers(servers=0, managers=[manager(n_servers=0)]))] == []
+    config = with_servers(rollouts=[])
+    assert only(config) == "rollout_worker: there are none, and a gserver_manager"
+
+
+def test_a_call_that_generates_and_a_key_that_trajectories_do_not_have() -> None:
+    config = with_servers()
+    config.model_rpcs = [
+        call("gen", ["rewards"], ["tokens"], kind=GENERATE),
+        call("train", ["tokens", "prompt"], kind=TRAIN),
+    ]
+    assert texts_of(faults_of(config)) == [
+        "model_rpcs.train: nothing makes 'prompt': neither a call nor the dataset",
+        "model_rpcs.gen: it generates, and there is a gserver_manager",
+    ]

@@ -14,13 +14,17 @@ from msgspec import structs
 from omegaconf import OmegaConf
 
 from tests.unit.collocation.samples import hosts, masks
-from tests.unit.experiments.sample_configs import PROMPTS, ppo
+from tests.unit.experiments.sample_configs import ACTOR, PROMPTS, ppo
 from unirun.collocation import place
 from unirun.errors import PlacementError, UsageError
 from unirun.experiments.config import (
+    AgentAbstraction,
     AutomaticEvaluator,
+    EnvServiceAbstraction,
     ExperimentScheduling,
     GenerationServer,
+    GserverManager,
+    RolloutWorker,
     Scheduling,
     TasksGroup,
 )
@@ -119,6 +123,18 @@ class TestTheJob:
         config.generation_server = [GenerationServer(1, "torch", {}, "", 1)]
         with pytest.raises(UsageError, match="are not started by this version; leave them out"):
             job_mapping(trial(), config, two())
+
+    def test_rollout_workers_are_a_role_of_an_asynchronous_experiment(self, config: ExperimentConfig) -> None:
+        rollout = RolloutWorker(
+            1, ACTOR, "t", 8, 10, EnvServiceAbstraction("e"), AgentAbstraction("a"), [PROMPTS]
+        )
+        config.gserver_manager = [GserverManager(ACTOR, 0, "round_robin", 0, 8, 10, 4)]
+        config.rollout_worker = [rollout] * 3
+        role = job_mapping(trial(), config, two())["roles"]["rollout_worker"]
+        assert (role["count"], role["device"]) == (3, "cpu")
+        scheduling = replace(two(), rollout_worker=TasksGroup(2, Scheduling(gpu=0)))
+        with pytest.raises(UsageError, match=r"has 2 rollout workers, initial_setup\(\) has 3"):
+            job_mapping(trial(), config, scheduling)
 
     def test_its_configuration_is_the_trial(self, config: ExperimentConfig) -> None:
         about = trial()

@@ -244,6 +244,11 @@ class ModelInterface:
         """Train on these sequences. Returns metrics, which are then reduced over all data-parallel ranks."""
         raise NotImplementedError(f"{type(self).__name__} has no train_step()")
 
+    def accepts(self, trajectories: SequenceSample) -> bool:
+        """False for the trajectories of one prompt that are not worth a train step, as they are all alike: in an
+        asynchronous trial others take their place. It is called as they arrive, beside other calls."""
+        return True
+
     def evaluate(self, model: Model, sample: SequenceSample) -> dict[str, float]:
         """Sums over data that is held out, ``count`` among them; the master adds those of all ranks that speak, and
         divides by the count, unless `reductions` says otherwise. Nothing by default."""

@@ -1,0 +1,400 @@
+"""The buffer of an asynchronous trial: the trajectories that were accepted, on disk, and the steps that took them.
+
+::
+
+    <trial>/recover/buffer/000001.items   trajectories in their order of arrival, with their data
+                          /taken.jsonl    which of them each step has taken, written before it begins
+
+Model worker 0 takes trajectories from rollout workers, and writes them before it says so: from then on none is lost. A
+step takes the oldest ones; a step that is made again takes the same ones again, from here. What no checkpoint goes back
+to any more is removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import torch
+from msgspec.structs import replace
+
+from unirun.errors import CheckpointDamaged, QueueTimeout, UsageError
+from unirun.experiments.config import GserverManager
+from unirun.experiments.sample import SequenceSample
+from unirun.observe.events import read_lines
+from unirun.values import Value
+from unirun.weights.queue import Item, Queue
+
+# The order: a pure value of the master, which trajectories wait and which step has taken which.
+
+
+class Taken(Value):
+    """The trajectories that a step trains on, and those that were too `old` for it, and are dropped."""
+
+    step: int
+    ids: tuple[str, ...]
+    old: tuple[str, ...] = ()
+
+
+class TakeOrder(Value):
+    """The versions of the trajectories that wait, by id, the oldest first; what each step has taken."""
+
+    waiting: Mapping[str, int] = MappingProxyType({})
+    taken: Mapping[int, Taken] = MappingProxyType({})
+
+    @classmethod
+    def of(cls, taken: Iterable[Taken]) -> TakeOrder:
+        """The order after these steps; nothing waits."""
+        return cls(taken={each.step: each for each in taken})
+
+    @property
+    def begun(self) -> int:
+        """The number of steps that were begun, in any attempt: versions up to this one may have been seen."""
+        return max(self.taken, default=-1) + 1
+
+    def arrived(self, some: Iterable[tuple[str, int]]) -> TakeOrder:
+        """These were accepted, in this order, made with these versions. Those that were taken before do not wait."""
+        used = {each for taken in self.taken.values() for each in (*taken.ids, *taken.old)}
+        more = {each: version for each, version in some if each not in used}
+        return replace(self, waiting={**self.waiting, **more})
+
+    def take(self, step: int, count: int, eta: int) -> tuple[TakeOrder, Taken | None]:
+        """The trajectories of `step`, which trains version `step` of the weights: those that it has taken before, if it
+        is made again, else the `count` that arrived first, of those that are at most `eta` versions old; None while there are
+        too few."""
+        if step in self.taken:
+            return self, self.taken[step]
+        old = tuple(each for each, version in self.waiting.items() if step - version > eta)
+        fresh = [each for each in self.waiting if each not in {*old}][:count]
+        if len(fresh) < count:
+            return self, None
+        found = Taken(step, tuple(fresh), old)
+        gone = {*fresh, *old}
+        waiting = {each: version for each, version in self.waiting.items() if each not in gone}
+        return replace(self, waiting=waiting, taken={**self.taken, step: found}), found
+
+    def released(self, step: int) -> tuple[TakeOrder, list[str]]:
+        """No step before `step` is made again: the order without them, and the trajectories that they have taken."""
+        over = [taken for number, taken in self.taken.items() if number < step]
+        kept = {number: taken for number, taken in self.taken.items() if number >= step}
+        return replace(self, taken=kept), [each for taken in over for each in (*taken.ids, *taken.old)]
+
+
+def staleness(taken: Taken, versions: Mapping[str, int]) -> dict[int, int]:
+    """The number of trajectories of a step by their age in versions."""
+    found: dict[int, int] = {}
+    for age in sorted(taken.step - versions[each] for each in taken.ids):
+        found[age] = found.get(age, 0) + 1
+    return found
+
+
+class TakenFile:
+    """``taken.jsonl``. A line is on disk before its step begins."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "taken.jsonl"
+
+    def read(self) -> list[Taken]:
+        """All lines. One that was cut is of a step that had not begun."""
+        if not self._path.exists():
+            return []
+        return [msgspec.convert(line, Taken) for line in read_lines(self._path)]
+
+    def write(self, taken: Taken) -> None:
+        """Add a line."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            # A line before it that was cut ends here.
+            cut = file.tell() and not _ends_with_newline(self._path)
+            file.write("\n" * bool(cut) + json.dumps(msgspec.to_builtins(taken)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+# The file of the trajectories.
+
+SEGMENT_BYTES = 64 << 20
+"""The size from which on a file is followed by the next one. A file is removed when all of its trajectories are."""
+
+_HEAD = 16
+"""Bytes before each trajectory: the length of its description, that of its data, and a checksum of both."""
+
+
+class ItemHeader(Value):
+    """The description of a trajectory in its file."""
+
+    id: str
+    version: int
+    seqlens: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+    trailing: dict[str, tuple[int, ...]]
+    metadata: dict[str, Any]
+
+    def meta(self) -> SequenceSample:
+        """The sample, without its data."""
+        return SequenceSample(
+            (self.id,),
+            {key: [list(lengths)] for key, lengths in self.seqlens.items()},
+            {key: getattr(torch, name) for key, name in self.dtypes.items()},
+            self.trailing,
+            None,
+            {name: [value] for name, value in self.metadata.items()},
+        )
+
+
+def header_of(sample: SequenceSample, version: int) -> ItemHeader:
+    """The description of a trajectory. Raises `UsageError` for a sample with any other number of ids than one."""
+    if len(sample.ids) != 1 or sample.data is None:
+        raise UsageError(
+            f"an item of the queue of trajectories has {len(sample.ids)} ids", "put one for each group"
+        )
+    return ItemHeader(
+        sample.ids[0],
+        version,
+        {key: tuple(lengths[0]) for key, lengths in sample.seqlens.items()},
+        {key: str(dtype).removeprefix("torch.") for key, dtype in sample.dtypes.items()},
+        {key: tuple(shape) for key, shape in sample.trailing.items()},
+        {name: values[0] for name, values in sample.metadata.items()},
+    )
+
+
+class Extent(Value):
+    """The place of a trajectory's data."""
+
+    file: str
+    start: int
+    size: int
+
+
+class Buffer:
+    """The trajectories on disk. One process at a time has it open. Thread-safe."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read what is there. Raises `CheckpointDamaged`."""
+        self._folder, self._lock = folder, threading.Condition()
+        self._found: dict[str, tuple[ItemHeader, Extent]] = {}
+        self._arrivals: list[str] = []
+        self._released: set[str] = set()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._files = {path.name: 0 for path in sorted(folder.glob("*.items"))}
+        for name in self._files:
+            for about, place in _items(folder / name):
+                self._add(about, place)
+        self._out: Any = None
+
+    def _add(self, about: ItemHeader, place: Extent) -> None:
+        self._found[about.id] = about, place
+        self._arrivals.append(about.id)
+        self._files[place.file] = self._files.get(place.file, 0) + 1
+
+    def __contains__(self, each: str) -> bool:
+        """Return True for a trajectory that was accepted, also if it is not needed any more."""
+        return each in self._found or each in self._released
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def add(self, some: Sequence[tuple[SequenceSample, int]]) -> None:
+        """Write trajectories and the versions that they were made with. They are on disk when it returns."""
+        for sample, version in some:
+            about = header_of(sample, version)
+            data = b"".join(_bytes(sample[key]) for key in about.seqlens)
+            head = msgspec.json.encode(about)
+            out = self._file()
+            place = Extent(Path(out.name).name, out.tell() + _HEAD + len(head), len(data))
+            sum_ = zlib.crc32(data, zlib.crc32(head))
+            out.write(b"".join([len(head).to_bytes(4), len(data).to_bytes(8), sum_.to_bytes(4), head, data]))
+            with self._lock:
+                self._add(about, place)
+        if self._out is not None:
+            self._out.flush()
+            os.fsync(self._out.fileno())
+        with self._lock:
+            self._lock.notify_all()
+
+    def _file(self) -> Any:
+        """The file to write to. What a process before has written is not appended to, as it may have been cut."""
+        if self._out is None or self._out.tell() >= SEGMENT_BYTES:
+            if self._out is not None:
+                self._out.flush()
+                os.fsync(self._out.fileno())
+                self._out.close()
+            number = 1 + max((int(name.partition(".")[0]) for name in self._files), default=0)
+            self._out = (self._folder / f"{number:06}.items").open("xb")
+            handle = os.open(self._folder, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        return self._out
+
+    def since(self, number: int, seconds: float = 0.0) -> tuple[int, list[tuple[int, SequenceSample]]]:
+        """The trajectories that arrived from `number` on, with their versions, and the number of the next one. Waits
+        for one, but not longer than so many `seconds`."""
+        with self._lock:
+            self._lock.wait_for(lambda: len(self._arrivals) > number, seconds)
+            found = [self._found[each][0] for each in self._arrivals[number:] if each in self._found]
+            return len(self._arrivals), [(about.version, about.meta()) for about in found]
+
+    def read(self, ids: Sequence[str]) -> SequenceSample:
+        """The trajectories with these ids. Raises `CheckpointDamaged`."""
+        return SequenceSample.gather([self._read(each) for each in ids])
+
+    def _read(self, each: str) -> SequenceSample:
+        with self._lock:
+            if each not in self._found:
+                raise CheckpointDamaged(
+                    f"trajectory {each!r} is not in {self._folder}, and a step has taken it"
+                )
+            about, place = self._found[each]
+        with (self._folder / place.file).open("rb") as file:
+            file.seek(place.start)
+            content = file.read(place.size)
+        meta, data, at = about.meta(), {}, 0
+        for key in meta.keys:
+            count, trailing, dtype = meta.total(key), meta.trailing[key], meta.dtypes[key]
+            size = count * dtype.itemsize * torch.Size(trailing).numel()
+            part = torch.frombuffer(bytearray(content[at : at + size] or bytes(dtype.itemsize)), dtype=dtype)
+            data[key] = part[: count * torch.Size(trailing).numel()].view(count, *trailing)
+            at += size
+        return SequenceSample(meta.ids, meta.seqlens, meta.dtypes, meta.trailing, data, meta.metadata)
+
+    def release(self, ids: Collection[str]) -> int:
+        """These are not read any more. Files that have no others are removed. Returns how many of them were here."""
+        with self._lock:
+            there = [each for each in ids if each in self._found]
+            self._released.update(there)
+            for each in there:
+                self._files[self._found.pop(each)[1].file] -= 1
+            current = Path(self._out.name).name if self._out is not None else ""
+            for name in [name for name, count in self._files.items() if not count and name != current]:
+                (self._folder / name).unlink()
+                del self._files[name]
+            return len(there)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return bytes(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else b""
+
+
+def _items(path: Path) -> Iterator[tuple[ItemHeader, Extent]]:
+    """The trajectories of a file. One that was cut, at its end, was not accepted. Raises `CheckpointDamaged`."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        while len(head := file.read(_HEAD)) == _HEAD:
+            about_size, data_size = int.from_bytes(head[:4]), int.from_bytes(head[4:12])
+            if file.tell() + about_size + data_size > size:
+                return
+            start = file.tell()
+            about, data = file.read(about_size), file.read(data_size)
+            if zlib.crc32(data, zlib.crc32(about)) != int.from_bytes(head[12:]):
+                if file.tell() == size:
+                    # Its bytes were not all on disk when the power failed.
+                    return
+                raise CheckpointDamaged(f"{path} is damaged at byte {start}")
+            yield (
+                msgspec.json.decode(about, type=ItemHeader),
+                Extent(path.name, start + about_size, data_size),
+            )
+
+
+# The way of trajectories into the buffer: a thread of model worker 0.
+
+BUFFER_RANK = 0
+"""The model worker that has the buffer and the gate."""
+
+Arrivals = tuple[int, list[tuple[int, SequenceSample]], tuple[int, int]]
+"""The number of the next trajectory, those before it with their versions, and how many this process has accepted and
+rejected in all."""
+
+
+def trajectories(manager: GserverManager) -> Queue:
+    """The queue from rollout workers to the buffer, in a process of either role."""
+    return Queue(
+        "trajectories",
+        producer="rollout_worker",
+        consumer="model_worker",
+        batch=manager.train_batch_size,
+        max_head_offpolicyness=manager.max_head_offpolicyness,
+        max_concurrent_rollouts=manager.max_concurrent_rollouts,
+    )
+
+
+TAKE_TIMEOUT = 1.0
+"""Seconds after which the thread looks whether it is to end."""
+
+
+class Intake:
+    """Takes trajectories from a queue into a buffer. `accepts` returns False for one that is not worth training on;
+    another one takes its place."""
+
+    def __init__(self, buffer: Buffer, source: Queue, accepts: Callable[[SequenceSample], bool]) -> None:
+        self._buffer, self._source, self._accepts = buffer, source, accepts
+        self.accepted = self.rejected = 0
+        self.waited = 0.0
+        """Seconds in which there was none."""
+        self.error: Exception | None = None
+        """The end of the thread, which `raise_error` tells."""
+
+    def start(self) -> None:
+        """Begin."""
+        threading.Thread(target=self._run, name="trajectories", daemon=True).start()
+
+    def raise_error(self) -> None:
+        """Raise the error that has ended the thread, if there is one."""
+        if self.error is not None:
+            raise self.error
+
+    def _run(self) -> None:
+        while self.error is None:
+            try:
+                self.take()
+            except Exception as error:  # noqa: BLE001 - the master is told, with the next call
+                self.error = error
+
+    def take(self) -> None:
+        """Take what is there, or wait a moment for it."""
+        began = time.monotonic()
+        try:
+            item = self._source.get_batch(1, timeout=TAKE_TIMEOUT)[0]
+        except QueueTimeout:
+            return
+        finally:
+            self.waited += time.monotonic() - began
+        sample: SequenceSample = item.value
+        if sample.ids and sample.ids[0] in self._buffer:
+            # It was written, and the producer had not heard of it.
+            pass
+        elif not self._accepts(sample):
+            self.rejected += 1
+            self._source.drop(item)
+        else:
+            self._buffer.add([(sample, version_of(item))])
+            self.accepted += 1
+        self._source.done()
+
+
+def version_of(item: Item) -> int:
+    """The oldest version that has made a token of a trajectory. Raises `UsageError`."""
+    if item.version is not None:
+        return item.version
+    sample: SequenceSample = item.value
+    made = sample["versions"][sample["versions"] >= 0] if "versions" in sample.keys else torch.empty(0)
+    if not len(made):
+        raise UsageError("a trajectory was put without a version", "put(sample, version=…)")
+    return int(made.min())
