@@ -68,8 +68,8 @@ class TakeOrder(Value):
 
     def take(self, step: int, count: int, eta: int) -> tuple[TakeOrder, Taken | None]:
         """The trajectories of `step`, which trains version `step` of the weights: those that it has taken before, if it
-        is made again, else the `count` that arrived first, of those that are at most `eta` versions old; None while there are
-        too few."""
+        is made again; else the `count` that arrived first, of those that are at most `eta` versions old. None while
+        there are too few."""
         if step in self.taken:
             return self, self.taken[step]
         old = tuple(each for each, version in self.waiting.items() if step - version > eta)

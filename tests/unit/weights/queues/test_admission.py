@@ -45,6 +45,12 @@ def test_nobody_begins_before_the_gate_is_open() -> None:
     assert state.opened(Bound(1, 0), 0, frozenset()).admit()[1] == {producer(): 1}
 
 
+def test_items_that_a_consumer_has_kept_are_in_the_next_batches_and_those_that_it_drops_are_not() -> None:
+    state = GateState().kept(3).opened(Bound(4, 1), 2, frozenset())
+    assert state.room == 5
+    assert state.kept(-2).room == 7
+
+
 def test_as_many_items_are_open_as_may_be_whatever_their_age_allows() -> None:
     state, answers = opened(Bound(4, 9, 3)).asked(request(wants=100)).admit()
     assert answers == {producer(): 3}

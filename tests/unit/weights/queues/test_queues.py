@@ -18,7 +18,7 @@ from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import EncodingError, QueueTimeout
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import WorkerId
-from unirun.weights.gate import Bound
+from unirun.weights.gate import Bound, Counts
 from unirun.weights.hub import request_of
 from unirun.weights.producing import Demand, Hold, Producer
 from unirun.weights.queue import Consumer, Item, RemoteProducer
@@ -323,6 +323,18 @@ class TestAge:
         assert consumer.values(2) == ["of 1", "of 2"]
         consumer.done()
         assert (producer.dropped, producer.delivered, consumer.consumer.dropped) == (2, 2, 2)
+
+    def test_an_item_that_is_dropped_gives_its_admission_back_and_the_others_are_used(
+        self, queue_harness: QueueHarness
+    ) -> None:
+        producer, consumer = queue_harness.producer(), queue_harness.consumer(bound=Bound(4, 1))
+        for number in range(3):
+            producer.put(number, 0, MANY, time.monotonic())
+        items = consumer.get(3)
+        consumer.consumer.drop(items[1], consumer._feeds)
+        consumer.done()
+        assert (producer.dropped, producer.delivered) == (1, 2)
+        assert producer.counts() == Counts(open=0, made=2, delivered=2)
 
 
 class TestWhatCannotBeSent:

@@ -1,0 +1,148 @@
+"""The trajectories of an asynchronous trial: which step takes which, and their files, however they were cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unirun.errors import CheckpointDamaged, UsageError
+from unirun.experiments import buffer
+from unirun.experiments.buffer import Buffer, Taken, TakenFile, TakeOrder, staleness
+from unirun.experiments.sample import SequenceSample
+
+
+def sample(name: str, size: int = 3) -> SequenceSample:
+    """Two sequences of one prompt, with each kind of number."""
+    data = {
+        "packed_input_ids": [torch.arange(size), torch.arange(size + 1)],
+        "prompt_mask": [torch.arange(size) < 1, torch.arange(size + 1) < 2],
+        "packed_logprobs": [torch.full((size,), -0.25), torch.full((size + 1,), -0.5)],
+        "rewards": [torch.tensor(0.0), torch.tensor(1.0)],
+        "image": [torch.zeros(0, 2, dtype=torch.bfloat16), torch.ones(1, 2, dtype=torch.bfloat16)],
+    }
+    return SequenceSample.of({key: [value] for key, value in data.items()}, [name], told=[{"a": size}])
+
+
+def test_a_step_takes_those_that_came_first_and_drops_those_that_are_too_old() -> None:
+    order = TakeOrder().arrived([("a", 3), ("b", 1), ("c", 3), ("d", 2)])
+    assert order.take(4, 3, eta=1)[1] is None
+    order, taken = order.take(4, 3, eta=2)
+    assert taken == Taken(4, ("a", "c", "d"), ("b",))
+    assert dict(order.waiting) == {}
+    assert staleness(taken, {"a": 3, "c": 3, "d": 2}) == {1: 2, 2: 1}
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(1, 5)), max_size=30),
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.data(),
+)
+def test_whatever_comes_and_wherever_a_trial_goes_back_to_each_is_taken_once(
+    comes: list[tuple[int, int]], count: int, eta: int, data: st.DataObject
+) -> None:
+    order, lines, arrivals, step, number = TakeOrder(), list[Taken](), list[tuple[str, int]](), 0, 0
+    for lag, some in comes:
+        new = [(f"{number + at}", max(step - lag, 0)) for at in range(some)]
+        number += some
+        arrivals += new
+        order = order.arrived(new)
+        again = step in order.taken
+        order, taken = order.take(step, count, eta)
+        if taken is not None:
+            lines += [] if again else [taken]
+            assert len(taken.ids) == count
+            step += 1
+        if data.draw(st.booleans(), "goes back"):
+            # All is read from disk; those of the queue may come once more.
+            step = data.draw(st.integers(0, step), "to")
+            order = TakeOrder.of(lines).arrived(arrivals).arrived(arrivals)
+    used = [each for taken in lines for each in (*taken.ids, *taken.old)]
+    assert len(used) == len({*used})
+    assert [taken.step for taken in lines] == [*range(len(lines))]
+    versions = dict(arrivals)
+    assert all(taken.step - versions[each] <= eta for taken in lines for each in taken.ids)
+    # None is lost.
+    assert {*used} | {*order.waiting} == {*versions}
+
+
+def test_what_no_checkpoint_goes_back_to_is_released() -> None:
+    order = TakeOrder.of([Taken(0, ("a",), ("b",)), Taken(1, ("c",))])
+    order, ids = order.released(1)
+    assert ids == ["a", "b"]
+    assert (order.begun, [*order.taken]) == (2, [1])
+
+
+def test_trajectories_are_there_again_in_the_order_of_their_arrival(tmp_path: Path) -> None:
+    first = Buffer(tmp_path)
+    first.add([(sample("a"), 3), (sample("b", 0), 4)])
+    second = Buffer(tmp_path)
+    second.add([(sample("c"), 5)])
+    third = Buffer(tmp_path)
+    number, found = third.since(0)
+    assert (number, [(version, meta.ids) for version, meta in found]) == (
+        3,
+        [(3, ("a",)), (4, ("b",)), (5, ("c",))],
+    )
+    for name, size in (("a", 3), ("b", 0), ("c", 3)):
+        read, wanted = third.read([name]), sample(name, size)
+        assert (read.seqlens, read.metadata) == (wanted.seqlens, wanted.metadata)
+        for key in wanted.keys:
+            assert read[key].dtype == wanted[key].dtype
+            assert torch.equal(read[key], wanted[key])
+    assert third.since(2)[1][0][1].ids == ("c",)
+    assert third.since(3) == (3, [])
+
+
+@pytest.mark.parametrize("cut", [1, 30, 100])
+def test_one_that_was_cut_was_not_accepted(tmp_path: Path, cut: int) -> None:
+    Buffer(tmp_path).add([(sample("a"), 0), (sample("b"), 0)])
+    (path,) = tmp_path.glob("*.items")
+    path.write_bytes(path.read_bytes()[:-cut])
+    found = Buffer(tmp_path)
+    assert ("a" in found, "b" in found) == (True, False)
+    found.add([(sample("b"), 0)])
+    assert [meta.ids for _, meta in Buffer(tmp_path).since(0)[1]] == [("a",), ("b",)]
+
+
+def test_a_file_that_is_damaged_is_told(tmp_path: Path) -> None:
+    Buffer(tmp_path).add([(sample("a"), 0), (sample("b"), 0)])
+    (path,) = tmp_path.glob("*.items")
+    content = bytearray(path.read_bytes())
+    content[40] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointDamaged, match=r"000001\.items is damaged at byte 16"):
+        Buffer(tmp_path)
+
+
+def test_a_file_goes_with_the_last_trajectory_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer, "SEGMENT_BYTES", 1)
+    made = Buffer(tmp_path)
+    made.add([(sample(name), 0) for name in "abc"])
+    assert made.release(["a", "c", "x"]) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000002.items", "000003.items"]
+    assert "a" in made, "it was accepted"
+    with pytest.raises(CheckpointDamaged, match="trajectory 'a' is not in"):
+        made.read(["a"])
+
+
+def test_an_item_has_one_id(tmp_path: Path) -> None:
+    two = SequenceSample.gather([sample("a"), sample("b")])
+    with pytest.raises(UsageError, match="has 2 ids"):
+        Buffer(tmp_path).add([(two, 0)])
+
+
+def test_a_line_that_was_cut_is_of_a_step_that_had_not_begun(tmp_path: Path) -> None:
+    file = TakenFile(tmp_path)
+    assert file.read() == []
+    file.write(Taken(0, ("a",)))
+    file.write(Taken(1, ("b",), ("c",)))
+    path = tmp_path / "taken.jsonl"
+    path.write_text(path.read_text()[:-5])
+    assert file.read() == [Taken(0, ("a",))]
+    file.write(Taken(1, ("b",)))
+    assert TakenFile(tmp_path).read() == [Taken(0, ("a",)), Taken(1, ("b",))]
