@@ -86,7 +86,8 @@ class TestAHang:
         for words in (*NOTES[how], "restart 1 of 1"):
             assert words in decision
         logs = unirun.job_dir() / "logs" / "default"
-        assert ("train.py" in (logs / "1/0/stacks.txt").read_text()) == (how != "stop")
+        stacks = logs / "1/0/stacks.txt"
+        assert (stacks.exists() and "train.py" in stacks.read_text()) == (how != "stop")
         assert "all_reduce" in (logs / "0/0/flight_recorder.json").read_text()
 
 

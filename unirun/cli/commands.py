@@ -186,6 +186,17 @@ def _(add: Add) -> None:
     add("--store", **STORE)
 
 
+@_command(
+    "stacks", "stacks:main", "Where the ranks of a running job are: equal stacks together, the odd one first."
+)
+def _(add: Add) -> None:
+    add("job", help="the job's id, or the beginning of it")
+    add("who", nargs="?", help="a role or ranks of one: actor, actor:2, actor:0-3")
+    add("--threads", action=FLAG, help="all threads, not only the main one")
+    add("--json", action=FLAG, help="one rank a line, for programs")
+    add("--store", **STORE)
+
+
 @_command("stop", "jobs:stop_job", "End a running job.")
 def _(add: Add) -> None:
     add("job", **RUNNING)

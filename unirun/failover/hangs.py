@@ -68,7 +68,7 @@ def is_late(rank: RankProgress, limits: HangTimeouts) -> bool:
 def judge(ranks: Sequence[RankProgress], limits: HangTimeouts) -> HangVerdict:
     """The verdict on a role with these ranks, all that could be asked."""
     if traced := [rank.worker for rank in ranks if rank.traced]:
-        return HangVerdict({}, f"a debugger holds {_named(traced)}")
+        return HangVerdict({}, f"a debugger holds {named(traced)}")
     late = [rank for rank in ranks if is_late(rank, limits)]
     if not late:
         return HangVerdict({}, "no rank is late")
@@ -95,12 +95,12 @@ def _halted(late: Sequence[RankProgress], mute: float) -> dict[WorkerId, str]:
 def _absent(late: Sequence[RankProgress], ranks: Sequence[RankProgress]) -> dict[WorkerId, str]:
     """The late ranks that are not in a collective in which others of their group wait."""
     found: dict[WorkerId, str] = {}
-    for wait, present in _collectives(ranks).items():
-        members = _members(wait)
+    for wait, present in collectives(ranks).items():
+        group = members(wait)
         for rank in late:
-            in_group = members is None or rank.worker.rank in members
+            in_group = group is None or rank.worker.rank in group
             if in_group and not rank.waits:
-                others = f"{_named(present)} wait{'s' if len(present) == 1 else ''} for it in {_words(wait)}"
+                others = f"{named(present)} wait{'s' if len(present) == 1 else ''} for it in {_words(wait)}"
                 found.setdefault(rank.worker, f"{_quiet(rank)}: {others}{_at(rank)}")
     return found
 
@@ -137,7 +137,7 @@ def _behind(late: Sequence[RankProgress], ranks: Sequence[RankProgress]) -> dict
     }
 
 
-def _collectives(ranks: Sequence[RankProgress]) -> dict[Wait, list[WorkerId]]:
+def collectives(ranks: Sequence[RankProgress]) -> dict[Wait, list[WorkerId]]:
     """The workers that wait in each collective."""
     found: dict[Wait, list[WorkerId]] = {}
     for rank in ranks:
@@ -146,7 +146,7 @@ def _collectives(ranks: Sequence[RankProgress]) -> dict[Wait, list[WorkerId]]:
     return found
 
 
-def _members(wait: Wait) -> frozenset[int] | None:
+def members(wait: Wait) -> frozenset[int] | None:
     """The ranks of its group; None for all of the role. Nobody is missed in a group whose ranks are not known."""
     return frozenset(map(int, re.findall(r"\d+", wait.ranks))) if wait.ranks else None
 
@@ -154,12 +154,12 @@ def _members(wait: Wait) -> frozenset[int] | None:
 def describe(late: Sequence[RankProgress], ranks: Sequence[RankProgress]) -> str:
     """One line about the late ranks of a role: since when, where they are, and how far the others are."""
     longest = max(rank.quiet for rank in late)
-    text = f"{_named([rank.worker for rank in late])}: no progress for {longest:.0f} s"
+    text = f"{named([rank.worker for rank in late])}: no progress for {longest:.0f} s"
     if (steps := [rank.step for rank in late if rank.step >= 0]) and min(steps) != max(steps):
         text += f", at steps {min(steps)} to {max(steps)}"
     elif steps:
         text += f", at step {steps[0]}"
-    waits = [f"{_named(who)} in {_words(wait)}" for wait, who in _collectives(late).items()]
+    waits = [f"{named(who)} in {_words(wait)}" for wait, who in collectives(late).items()]
     text += "".join(f"; {each}" for each in waits[:4])
     rest = [rank for rank in ranks if rank not in late]
     if further := [rank.step for rank in rest if rank.step >= 0]:
@@ -181,7 +181,7 @@ def _at(rank: RankProgress) -> str:
     return f"; it was at {rank.at}" if rank.at else ""
 
 
-def _named(workers: Sequence[WorkerId]) -> str:
+def named(workers: Sequence[WorkerId]) -> str:
     """``actor:0-3``"""
     role = workers[0].role if workers else ""
     return f"{role}:{show_ranks(sorted(worker.rank for worker in workers))}"

@@ -53,6 +53,7 @@ from unirun.wire.credentials import load_credentials
 from unirun.wire.messages import (
     AgentTask,
     AskProgress,
+    AskStacks,
     EndHung,
     ExitAck,
     FollowSteps,
@@ -536,6 +537,8 @@ class Agent:
                         self._reserve(message)
                     case AskProgress():
                         self._background(self._progress.answer(message))
+                    case AskStacks():
+                        self._background(self._progress.stacks(message))
                     case FollowSteps():
                         self._background(self._progress.follow(message))
                     case EndHung():

@@ -12,20 +12,31 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 from msgspec import convert
 
-from unirun.failover.hangs import NOTICE_SECONDS, STOPPED, HangTimeouts, due_in, is_late
+from unirun import atomic
+from unirun.failover.hangs import NOTICE_SECONDS, HangTimeouts, due_in, is_late
+from unirun.failover.stacks import parsed
 from unirun.launcher.events import AgentState, Hung, Worker
-from unirun.launcher.process import takes_signal
-from unirun.launcher.sampler import STACKS, STACKS_SIGNAL
+from unirun.launcher.sampler import FLIGHT_RECORDER, STACKS, shapes_in
+from unirun.launcher.stacks import kernel_of, state_of, take_stacks, take_texts
 from unirun.observe.jobdir import JobDir
 from unirun.spec.job import JobSpec
 from unirun.values import WorkerId
-from unirun.wire.messages import AskProgress, EndHung, FollowSteps
+from unirun.wire.messages import AskProgress, AskStacks, EndHung, FollowSteps
 from unirun.wire.progress import Snapshot, open_page, read_page, want_evidence
-from unirun.wire.reports import Late, Message, Progress, RankProgress, StepsAgain, Wait
+from unirun.wire.reports import (
+    Late,
+    Message,
+    Progress,
+    RankProgress,
+    RankStacks,
+    Stacks,
+    StepsAgain,
+    ThreadStack,
+    Wait,
+)
 
 LOOK_INTERVAL, NOTICE_INTERVAL = 0.1, 1.0
 """Seconds between two looks at the pages, if a role has a time-out, and otherwise."""
@@ -34,7 +45,10 @@ FOLLOW_INTERVAL = 0.05
 """Seconds between two looks at the steps of a role that runs again."""
 
 EVIDENCE_TIMEOUT = 0.3
-"""Seconds in which workers write their stacks."""
+"""Seconds in which workers write their stacks, before one of them is killed."""
+
+STACKS_TIMEOUT = 0.5
+"""Seconds in which workers write their stacks for ``unirun stacks``."""
 
 STALL_SECONDS = 0.5
 """A look that is later than this by so many seconds means that this process, or its host, did not run."""
@@ -191,30 +205,64 @@ class ProgressWatch:
             self._end(Hung(worker.id, order.why))
 
     async def _evidence(self, workers: Iterable[Worker]) -> dict[int, str]:
-        """Let workers write their stacks and what the flight recorder has. Returns where their main threads are, of
-        those that have answered within `EVIDENCE_TIMEOUT`."""
-        asked: dict[int, tuple[Worker, Path, int]] = {}
-        for worker in workers:
-            if self._read(worker) is None or worker.pid is None:
-                continue
-            path = self._job.worker_logs(worker.who) / STACKS
+        """Let workers write what the flight recorder has, and keep their stacks. Returns where their main threads are,
+        of those that have answered within `EVIDENCE_TIMEOUT`."""
+        asked = {each.id: each for each in workers if self._read(each) is not None}
+        for number in asked:
+            want_evidence(self._handles[number])
+        pids = {number: worker.pid for number, worker in asked.items() if worker.pid is not None}
+        began = time.monotonic()
+        texts = await take_texts(pids, EVIDENCE_TIMEOUT)
+        for number, text in texts.items():
+            # A full disk costs the evidence, and nothing else.
             with contextlib.suppress(OSError):
-                size = path.stat().st_size
-                if takes_signal(worker.pid, STACKS_SIGNAL) and _state_of(worker.pid)[0] not in STOPPED:
-                    want_evidence(self._handles[worker.id])
-                    os.kill(worker.pid, STACKS_SIGNAL)
-                    asked[worker.id] = worker, path, size
-        deadline = time.monotonic() + EVIDENCE_TIMEOUT
-        stacks: dict[int, str] = {}
+                atomic.replace(self._job.worker_logs(asked[number].who) / STACKS, text)
+        await self._recorded(asked.values(), began + EVIDENCE_TIMEOUT)
+        return {number: innermost(parsed(text)) for number, text in texts.items()}
+
+    async def _recorded(self, workers: Iterable[Worker], deadline: float) -> None:
+        """Wait until workers have written what the flight recorder has, until the `deadline` of the monotonic clock."""
         while time.monotonic() < deadline:
+            pages = [self._read(worker) for worker in workers]
+            if not any(page.evidence for page in pages if page):
+                return
             await asyncio.sleep(0.02)
-            for number, (_, path, size) in asked.items():
-                with contextlib.suppress(OSError):
-                    stacks[number] = innermost(_from(path, size))
-            pages = [self._read(worker) for worker, _, _ in asked.values()]
-            if all(map(stacks.get, asked)) and not any(each.evidence for each in pages if each):
-                break
-        return stacks
+
+    async def stacks(self, question: AskStacks) -> None:
+        """Send the master the stacks of the ranks of a role, or of all."""
+        asked = {
+            each.id: each
+            for each in self._state().workers.values()
+            if each.pid is not None
+            and question.role in ("", each.who.role)
+            and question.rank in (-1, each.who.rank)
+        }
+        began = time.monotonic()
+        recording = [each for each in asked.values() if each.who.role in self._limits and self._read(each)]
+        for worker in recording:
+            want_evidence(self._handles[worker.id])
+        pids = {number: worker.pid for number, worker in asked.items() if worker.pid is not None}
+        found = await take_stacks(pids, STACKS_TIMEOUT)
+        await self._recorded(recording, began + STACKS_TIMEOUT)
+        ranks = tuple(self._stacks_of(asked[n], pid, *found.get(n, ("", ()))) for n, pid in pids.items())
+        self._tell(Stacks(self._state().node, question.number, ranks))
+
+    def _stacks_of(
+        self, worker: Worker, pid: int, source: str, threads: tuple[ThreadStack, ...]
+    ) -> RankStacks:
+        page = self._read(worker)
+        state, traced = state_of(pid)
+        progress = RankProgress(worker.who, state=state, traced=traced)
+        shapes: tuple[str, ...] = ()
+        if page is not None:
+            progress = progress_of(worker.who, page, pid=pid, at=innermost(threads))
+        if progress.waits:
+            # What was not written, or is old, lacks these collectives.
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                path = self._job.worker_logs(worker.who) / FLIGHT_RECORDER
+                known = shapes_in(json.loads(path.read_bytes()))
+                shapes = tuple(known.get((wait.name, wait.number), "") for wait in progress.waits)
+        return RankStacks(progress, pid, source, threads, kernel_of(pid), shapes)
 
 
 def steps_again(pages: Sequence[Snapshot], furthest: int) -> tuple[int, int] | None:
@@ -229,7 +277,7 @@ def steps_again(pages: Sequence[Snapshot], furthest: int) -> tuple[int, int] | N
 def progress_of(who: WorkerId, found: Snapshot, *, pid: int | None = None, at: str = "") -> RankProgress:
     """The progress of a worker by its page; with its `pid`, also what the kernel says of the process."""
     now = time.monotonic_ns()
-    state, traced = _state_of(pid) if pid is not None else ("", False)
+    state, traced = state_of(pid) if pid is not None else ("", False)
     return RankProgress(
         who,
         step=found.step,
@@ -255,28 +303,9 @@ def _waits(text: str) -> tuple[Wait, ...]:
     return ()
 
 
-def _state_of(pid: int) -> tuple[str, bool]:
-    """The state of a process as ``ps`` shows it, and whether a debugger holds it."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return "?", False
-    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-    return fields.get("State", "?").split()[0], fields.get("TracerPid", "0").strip() != "0"
-
-
-def _from(path: Path, offset: int) -> str:
-    with path.open("rb") as file:
-        file.seek(offset)
-        return file.read().decode(errors="replace")
-
-
-def innermost(stacks: str) -> str:
-    """The innermost line of the user's code in what faulthandler has written of the thread that has got the signal, the
-    main one; of any code if there is none of the user's."""
-    _, _, current = stacks.partition("Current thread")
-    lines = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', current, re.MULTILINE)
-    own = [
-        each for each in lines if not re.search(r"/site-packages/|/lib/python3|/unirun/|^<frozen ", each[0])
-    ]
-    return next((f"{file}:{line} in {name}" for file, line, name in (*own, *lines)), "")
+def innermost(threads: Sequence[ThreadStack]) -> str:
+    """The innermost line of the user's code in the stack of the main thread; of any code if there is none of the
+    user's."""
+    frames = next((each.frames for each in threads if each.main), ())
+    own = (each for each in frames if not re.search(r"/site-packages/|/lib/python3|/unirun/|^<frozen ", each))
+    return next(own, frames[0] if frames else "")

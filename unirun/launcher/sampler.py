@@ -1,6 +1,6 @@
-"""The sampler of a worker whose role has a time-out for hangs: it counts collectives, and answers for stacks.
+"""A worker's answers about itself: its stacks and, if its role has a time-out for hangs, its collectives.
 
-`unirun.launcher.hangs` is the agent's side.
+`unirun.launcher.stacks` and `unirun.launcher.hangs` are the agent's side.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import fcntl
 import json
 import os
 import signal
@@ -43,22 +44,29 @@ MOST_TIMES = 64
 LONGEST = 16
 """Number of waits in a page, and of characters of their names, at most."""
 
+STACKS_MEMORY = "unirun-stacks"
+"""The name of the memory to which a worker writes its stacks, and which its agent reads."""
+
 STACKS, FLIGHT_RECORDER = "stacks.txt", "flight_recorder.json"
 """Files with evidence, in the directory of a worker's logs."""
 
 
-def watch_myself(environ: Mapping[str, str]) -> None:
-    """Begin to count collectives, and write stacks when the agent asks for them, if the role has a time-out."""
-    if HANG_TIMEOUT not in environ:
-        return
-    folder = Path(environ["TORCHELASTIC_ERROR_FILE"]).parent
-    # A full disk costs the evidence, and nothing else.
+def answer_for_stacks() -> None:
+    """Write the stacks of this process when the agent asks for them."""
+    # Without memory there are no stacks, and nothing else is missing.
     with contextlib.suppress(OSError):
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        handle = out_of_the_way(os.open(folder / STACKS, flags, 0o600))
+        number = out_of_the_way(os.memfd_create(STACKS_MEMORY, os.MFD_CLOEXEC))
+        # The agent empties it between two answers.
+        fcntl.fcntl(number, fcntl.F_SETFL, os.O_APPEND)
         # Written by a handler in C, so also while another thread holds the GIL.
-        faulthandler.register(STACKS_SIGNAL, handle, all_threads=True)
-    Sampler(page(), float(environ[HANG_TIMEOUT]), folder).start()
+        faulthandler.register(STACKS_SIGNAL, number, all_threads=True)
+
+
+def watch_myself(environ: Mapping[str, str]) -> None:
+    """Begin to count collectives if the role has a time-out."""
+    if HANG_TIMEOUT in environ:
+        folder = Path(environ["TORCHELASTIC_ERROR_FILE"]).parent
+        Sampler(page(), float(environ[HANG_TIMEOUT]), folder).start()
 
 
 class Sampler:
@@ -116,8 +124,10 @@ class Sampler:
             self._tell_arrivals(self._told)
             self._told = number
         if fields[EVIDENCE]:
+            record = recorded()
+            self._page.write(as_text(waits_in(record, members())))
             with contextlib.suppress(OSError):
-                atomic.replace(self._folder / FLIGHT_RECORDER, json.dumps(recorded()))
+                atomic.replace(self._folder / FLIGHT_RECORDER, json.dumps(record))
             fields[EVIDENCE] = 0
 
     def _number(self) -> int:
@@ -189,6 +199,19 @@ def waits_in(record: Mapping[str, Any], ranks: Mapping[str, str]) -> list[Wait]:
         wait = Wait(group, entry["collective_seq_id"], operation, ranks.get(name, UNKNOWN_RANKS))
         found.setdefault(name, wait)
     return list(found.values())
+
+
+def shapes_in(record: Mapping[str, Any]) -> dict[tuple[str, int], str]:
+    """The shapes and types of the tensors of each collective that is not over, by the name of its operation and its
+    number: ``[4, 2] Float``."""
+    found: dict[tuple[str, int], str] = {}
+    for entry in record.get("entries", ()):
+        if entry["retired"] or entry["state"] == "completed" or entry["is_p2p"]:
+            continue
+        operation = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+        pairs = zip(entry.get("input_sizes", ()), entry.get("input_dtypes", ()), strict=False)
+        found[operation, entry["collective_seq_id"]] = ", ".join(f"{size} {kind}" for size, kind in pairs)
+    return found
 
 
 def arrivals_in(

@@ -29,7 +29,7 @@ from unirun import atomic
 from unirun.errors import UnirunError, UsageError
 from unirun.launcher.faults import await_faults
 from unirun.launcher.process import set_command_line, set_title
-from unirun.launcher.sampler import watch_myself
+from unirun.launcher.sampler import answer_for_stacks, watch_myself
 from unirun.wire.blocking import BlockingStream, open_link
 from unirun.wire.reporting import report, report_error
 from unirun.wire.reports import WorkerError
@@ -132,6 +132,7 @@ def run(kind: str, target: str, args: tuple[str, ...]) -> None:
         raise SystemExit(1) from error
     # After the exit handlers of the user's code.
     atexit.register(wait_for_threads)
+    answer_for_stacks()
     watch_myself(os.environ)
     await_faults(os.environ)
     owner = os.getpid()

@@ -1,17 +1,17 @@
 """All messages between the processes of a job, as frozen values; `unirun.wire.frames` encodes them.
 
 ============  =======================================================================
-agent→master  Join Heartbeat SpawnerReady StoreOpened StoreEnded Notice Sample Late Progress Knock
+agent→master  Join Heartbeat SpawnerReady StoreOpened StoreEnded Notice Sample Late Progress Stacks Knock
               ViewWanted Placed
               WorkerStarted WorkerRunning WorkerExited FromWorker (Serving Listening GroupFormed Resilient Boundary
               Metrics Calls MasterRequest CommitJob Health)
 master→agent  Appointed Heartbeat OpenStore Reserve StartRole StopWorkers PassOn Inject ExitAck View MasterReply
-              Shutdown AskProgress EndHung FollowSteps
+              Shutdown AskProgress AskStacks EndHung FollowSteps
 worker→agent  Hello Serving Listening GroupMeets GroupFormed Resilient Boundary Stuck Metrics Calls MasterRequest
               CommitJob WorkerError ViewWanted EngineWeights ProgressPage
 agent→worker  Welcome View MasterReply LocalEngines
-CLI→master    Attach Stop PassOn Drain Inject Heartbeat
-master→CLI    Heartbeat WorkerOutput RoleChanged Notice Drained Injected Ended
+CLI→master    Attach Stop PassOn Drain Inject AskStacks Heartbeat
+master→CLI    Heartbeat WorkerOutput RoleChanged Notice Drained Injected StacksAsked Stacks Ended
 visitor→master Visit ViewWanted Grow
 master→visitor Welcome View Ended
 agent→spawner Spawn OpenStore Kill (`unirun.wire.reports`)
@@ -250,6 +250,21 @@ class AskProgress(Message):
 
     role: str
     evidence: bool
+
+
+class AskStacks(Message):
+    """Asks for the stacks of `role`, of all roles if it is empty, or of its `rank` (-1: all). The master passes it on
+    with a `number`, and the answers back."""
+
+    role: str = ""
+    rank: int = -1
+    number: int = 0
+
+
+class StacksAsked(Message):
+    """The master's first answer to `AskStacks`: an answer of each of these `nodes` follows."""
+
+    nodes: tuple[str, ...]
 
 
 class EndHung(Message):

@@ -540,3 +540,36 @@ class Progress(Message):
     node: str
     role: str
     ranks: tuple[RankProgress, ...]
+
+
+# Stacks, for ``unirun stacks``.
+
+
+class ThreadStack(Value):
+    """The Python stack of a thread: lines such as ``train.py:20 in step``, the innermost first. The `main` one is the
+    thread that answers signals."""
+
+    name: str
+    frames: tuple[str, ...]
+    main: bool = False
+
+
+class RankStacks(Value):
+    """The stacks of a worker, as its agent has got them from the `source`: ``the signal``, ``py-spy``, or empty if
+    there are none. `kernel` is the function of the kernel in which the main thread waits. `shapes` are those of the
+    tensors of `progress.waits`, in their order, empty where they are not known."""
+
+    progress: RankProgress
+    pid: int
+    source: str = ""
+    threads: tuple[ThreadStack, ...] = ()
+    kernel: str = ""
+    shapes: tuple[str, ...] = ()
+
+
+class Stacks(Message):
+    """The answer of `node` to `AskStacks`."""
+
+    node: str
+    number: int
+    ranks: tuple[RankStacks, ...]

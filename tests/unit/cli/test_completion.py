@@ -133,7 +133,7 @@ def test_bash_completes_subcommands_of_subcommands_and_what_follows_a_script(tmp
         ("unirun --max-r", {"--max-restarts"}),
         ("unirun --transport ", {"socket", "torch"}),
         ("unirun tr", {"train.py"}),
-        ("unirun st", {"status", "stop"}),
+        ("unirun st", {"stacks", "status", "stop"}),
         ("unirun agent ", {"join", "drain"}),
         ("unirun plan --los", {"--lost"}),
         ("unirun status ", {"run-1", "run_2.x"}),

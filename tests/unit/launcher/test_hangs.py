@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from tests.unit.failover.job import Job
 from tests.unit.launcher.agent import TORCH, Agent, worker
 from tests.waiting import eventually
+from unirun.failover.stacks import parsed
 from unirun.launcher import sampler
 from unirun.launcher.events import AgentState, FromSpawner, Hung, Phase, ToMaster, ToSpawner
 from unirun.launcher.hangs import ProgressWatch, innermost, progress_of, steps_again
@@ -164,11 +165,11 @@ Current thread 0x00007e (most recent call first):
 
 
 def test_a_rank_is_where_its_main_thread_is_in_the_users_code() -> None:
-    assert innermost(STACKS) == "/home/me/train.py:20 in step"
-    assert innermost(STACKS.replace("/home/me/", "/x/site-packages/")).startswith(
+    assert innermost(parsed(STACKS)) == "/home/me/train.py:20 in step"
+    assert innermost(parsed(STACKS.replace("/home/me/", "/x/site-packages/"))).startswith(
         "/venv/lib/python3.11/site-packages/"
     )
-    assert innermost("") == ""
+    assert innermost(()) == ""
 
 
 def test_a_role_goes_on_at_the_first_step_of_any_rank_and_had_come_to_the_furthest() -> None:

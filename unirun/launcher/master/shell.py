@@ -46,6 +46,7 @@ from unirun.failover.status_views import farewell, present, status_of
 from unirun.launcher.environment import carried, for_workers
 from unirun.launcher.master.beats import OWNER_TIMEOUT, HeartbeatMonitor, unheard
 from unirun.launcher.master.hangs import HangWatch, StepsWatch
+from unirun.launcher.master.questions import Questions
 from unirun.launcher.master.stragglers import StragglerWatch
 from unirun.launcher.master.writer import StateWriter
 from unirun.observe.events import EventLog, LineLog, led_to
@@ -60,6 +61,7 @@ from unirun.wire.credentials import load_credentials
 from unirun.wire.messages import (
     AgentTask,
     Appointed,
+    AskStacks,
     Attach,
     Dismissed,
     Drain,
@@ -87,6 +89,7 @@ from unirun.wire.reports import (
     Notice,
     Progress,
     Sample,
+    Stacks,
     StepsAgain,
     Unanswered,
     ViewWanted,
@@ -352,6 +355,7 @@ class Master:
             self._agents, self._nodes_of, lambda role: self._state.role_spec(role), self._late
         )
         self.steps = StepsWatch(self._log)
+        self._questions = Questions(self._agents, lambda: self._state)
         self._stragglers = StragglerWatch(lambda: self._state, self._straggles, self._apply)
         self._admission = NodeAdmission(job, term.address, lambda: self._state, self._apply)
         self._watchers: set[Stream] = set()
@@ -651,6 +655,8 @@ class Master:
                     self.hangs.late(message)
                 elif isinstance(message, Progress):
                     self.hangs.answered(message)
+                elif isinstance(message, Stacks):
+                    self._questions.answered(message)
                 elif isinstance(message, StepsAgain):
                     self.steps.again(message)
                 elif isinstance(message, Unanswered):
@@ -684,6 +690,8 @@ class Master:
                 message = await stream.receive()
                 if isinstance(message, Stop | PassOn | Inject | Drain):
                     self._apply(message)
+                elif isinstance(message, AskStacks):
+                    self._questions.ask(message, stream)
                 elif isinstance(message, Notice):
                     self._log.write("notice", message.text)
                 elif isinstance(message, Heartbeat):
@@ -692,6 +700,7 @@ class Master:
             return
         finally:
             self._watchers.discard(stream)
+            self._questions.leave(stream)
             self._beats.leave(stream)
             if self._state.owned:
                 self._owner_left(stream)
