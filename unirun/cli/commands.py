@@ -169,10 +169,15 @@ def _(add: Add) -> None:
     add("--store", **STORE)
 
 
-@_command("events", "status:show_events", "What happened to a job, what was decided, and why.")
+@_command("events", "events:main", "What happened to a job, what was decided, and why.")
 def _(add: Add) -> None:
     add("job", **JOB)
+    add("-f", "--follow", action=FLAG, help="go on until the job has ended")
     add("--story", metavar="WHO", help="only events of a worker, a role or a node, and their causes")
+    text = "only events of this kind, as decision or failure; may be repeated"
+    add("--kind", action="append", default=[], metavar="KIND", help=text)
+    text = "only events since then: 90s, 30m, 12h, 7d ago, or 2026-11-27T05:00 in local time"
+    add("--since", metavar="TIME", help=text)
     add("--json", action=FLAG, help="one object a line, for programs")
     add("--store", **STORE)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from msgspec import to_builtins
 
+from unirun.cli.events import lines
 from unirun.cli.output import print_table
-from unirun.cli.status import lines
 from unirun.cli.stored import find_here
 from unirun.errors import JobError
 from unirun.launcher.foreground.terminal import say

@@ -1,23 +1,19 @@
-"""``unirun status``, ``events`` and ``weights``: how a job stands, what happened to it, which versions it has."""
+"""``unirun status`` and ``unirun weights``: how a job stands, and which versions its ranks have."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
-from msgspec import to_builtins
-
 from unirun.cli.output import age, megabytes, print_table
-from unirun.cli.stored import StoredJob, find_here, find_status
+from unirun.cli.stored import StoredJob, find_status
 from unirun.collocation.graph import show_ranks
-from unirun.errors import JobError, UnirunError
+from unirun.errors import UnirunError
 from unirun.launcher.foreground.terminal import say, warn
 from unirun.observe.batchjob import batch_state, read_batch
-from unirun.observe.events import LoggedEvent, read_events, story
 from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerStatus
 from unirun.spec.read import show_size
 from unirun.wire.reports import FROM, VERSION
@@ -155,43 +151,6 @@ def _failure(failure: FailureStatus, now: float) -> list[str]:
         failure.decision.rpartition(f"{failure.exit}; ")[2],
         failure.cause,
     ]
-
-
-# ``unirun events [JOB]``: what happened to a job, what was decided, and what caused it.
-
-
-def show_events(options: Any) -> int:
-    """Print the events of a job, the oldest first, each below the one that caused it. Returns 0."""
-    job = find_here(options.store, options.job, "events")
-    events = list(read_events(job.events))
-    if options.story is not None:
-        events = story(events, options.story)
-        if not events:
-            problem = f"no event of job {job.run_id} concerns {options.story}"
-            raise JobError(
-                problem, "name a worker (actor:2), a role (actor) or a node; unirun status lists them"
-            )
-    for line in (json.dumps(to_builtins(e)) for e in events) if options.json else lines(events):
-        say(line)
-    return 0
-
-
-def lines(events: Sequence[LoggedEvent]) -> list[str]:
-    """One line for each event: seconds since the first, kind and text, indented below its cause."""
-    if not events:
-        return []
-    began, ids = events[0].time, {event.id for event in events}
-    effects: dict[str, list[LoggedEvent]] = {}
-    for event in events:
-        effects.setdefault(event.cause if event.cause in ids else "", []).append(event)
-    found = [f"events since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(began))}, in seconds"]
-    # A stack instead of a recursion: a long job is a long chain.
-    due = [(event, 0) for event in reversed(effects.get("", []))]
-    while due:
-        event, depth = due.pop()
-        found.append(f"{event.time - began:10.3f}  {'  ' * depth}{event.kind}: {event.text}")
-        due += [(effect, depth + 1) for effect in reversed(effects.get(event.id, []))]
-    return found
 
 
 # ``unirun weights``: the versions that a job's ranks have of each channel, and on which paths they have come.

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -140,6 +140,51 @@ def read_events(path: Path) -> Iterator[LoggedEvent]:
                 raise JobError(problem, "use the version of unirun that has run the job") from error
     except OSError as error:
         raise JobError(f"no events can be read from {path}: {error.strerror}") from error
+
+
+class EventReader:
+    """Reads the events of the log at `path` as they are written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+
+    def read(self) -> list[LoggedEvent]:
+        """The events since the last call. A line of another version is left out, as one that is not whole.
+
+        Raises `JobError` when the file cannot be read.
+        """
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise JobError(f"no events can be read from {self._path}: {error.strerror}") from error
+        whole = data.rfind(b"\n") + 1
+        self._at += whole
+        found = []
+        for line in data[:whole].splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                found.append(convert(json.loads(line), LoggedEvent))
+        return found
+
+
+def term_of(event: LoggedEvent) -> int:
+    """The term of the master that has written an event; 0 if its id has none."""
+    found = re.match(r"\d{1,9}", event.id)
+    return int(found[0]) if found else 0
+
+
+def too_late(events: Iterable[LoggedEvent]) -> set[str]:
+    """The ids of the events that a master has written after another one had taken its place: what it has decided by
+    then was not carried out."""
+    found, latest = set(), 0
+    for event in events:
+        latest = max(latest, term_of(event))
+        if term_of(event) < latest:
+            found.add(event.id)
+    return found
 
 
 def led_to(path: Path, id: str) -> list[str]:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+from datetime import datetime
 
 import pytest
 
 from tests.unit.cli.in_process import run_cli
+from unirun.cli.events import moment
+from unirun.errors import UsageError
 from unirun.observe.events import EventLog
 from unirun.observe.jobdir import JobDir
+from unirun.observe.status import JobStatus, write_status
 from unirun.rendezvous.creation import create_job
 from unirun.wire.handshake import new_token
 
@@ -56,6 +61,61 @@ def test_a_story_is_that_of_one_worker_or_node(
 def test_a_story_of_nobody_is_an_error_with_a_remedy(job: JobDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("events", job.run_id, "--story", "critic:7") != 0
     assert "no event of job job-1 concerns critic:7; name a worker" in capsys.readouterr().err
+
+
+def test_events_of_a_kind_and_since_a_time_are_chosen(
+    job: JobDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    since = datetime.fromtimestamp(101.0).isoformat()
+    run_cli("events", job.run_id, "--since", since, "--json")
+    run_cli("events", job.run_id, "--kind", "decision", "--kind", "join", "--json")
+    kinds = [json.loads(line)["kind"] for line in capsys.readouterr().out.splitlines()]
+    assert kinds == ["restart", "order", "join", "decision"]
+
+
+def test_since_is_a_date_or_an_age() -> None:
+    assert moment("5m", 1000.0) == 700.0
+    assert moment("2026-11-27T05:00+00:00", 0.0) == 1795755600.0
+    with pytest.raises(UsageError, match="'soon' is no"):
+        moment("soon", 0.0)
+    with pytest.raises(UsageError, match="'12' is no time"):
+        moment("12", 0.0)
+
+
+def test_decisions_of_a_master_that_had_been_replaced_are_marked(
+    job: JobDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for epoch, text in ((2, "another master leads"), (1, "restart 2 of 2")):
+        log = EventLog(job.events, epoch)
+        log.write("decision", text, id=f"{epoch}-9")
+        log.close()
+    run_cli("events", job.run_id, "--kind", "decision", "--json")
+    run_cli("events", job.run_id)
+    *rows, last = capsys.readouterr().out.splitlines()
+    assert [row.get("replaced", False) for row in map(json.loads, rows[:3])] == [False, False, True]
+    assert last.endswith("restart 2 of 2 (of the master of term 1, which had been replaced)")
+
+
+def test_a_log_that_is_followed_is_printed_to_the_end_of_the_job(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found, lock = create_job("job-3", new_token())
+    log = EventLog(found.events, 1)
+    log.write("start", "the job starts")
+    write_status(found, JobStatus("job-3", "job", "running", "", 1.0, None, None, ()))
+
+    def end() -> None:
+        log.write("decision", "restart 1 of 2", about=("actor:1",))
+        log.write("end", "the job is over")
+        log.close()
+        write_status(found, JobStatus("job-3", "job", "succeeded", "", 1.0, 2.0, 0, ()))
+
+    later = threading.Timer(0.05, end)
+    later.start()
+    assert run_cli("events", found.run_id, "-f", "--kind", "decision", "--kind", "end") == 0
+    os.close(lock)
+    rows = [line.split("  ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert rows == ["decision: restart 1 of 2", "end: the job is over"]
 
 
 def test_a_job_without_events_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
