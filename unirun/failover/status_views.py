@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from msgspec.structs import replace
 
@@ -54,8 +55,11 @@ def status_of(
     epoch: int = 0,
     trouble: str = "",
     stragglers: tuple[str, ...] = (),
+    steps: Mapping[str, int] = MappingProxyType({}),
+    gpus: Mapping[str, tuple[float, int]] = MappingProxyType({}),
 ) -> JobStatus:
-    """The state as the document that ``unirun status`` reads; `memory` and `cpu` by ``role:rank``.
+    """The state as the document that ``unirun status`` reads; `memory`, `cpu`, `steps` and `gpus` by ``role:rank``, as
+    in a `Sample`.
 
     `epoch` is the master's term, `trouble` what keeps it from writing its decisions, `stragglers` are told in words.
     """
@@ -76,6 +80,8 @@ def status_of(
                     exit=str(worker.exit) if worker.exit else "",
                     memory=memory.get(f"{role.name}:{worker.rank}") if worker.live else None,
                     cpu=cpu.get(f"{role.name}:{worker.rank}") if worker.live else None,
+                    step=steps.get(f"{role.name}:{worker.rank}", -1) if worker.live else -1,
+                    gpu=gpus.get(f"{role.name}:{worker.rank}") if worker.live else None,
                     generation=worker.generation,
                     metrics=dict(worker.metrics),
                     address=worker.place.addr() if worker.place is not None else "",

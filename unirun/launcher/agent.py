@@ -42,6 +42,7 @@ from unirun.launcher.process import (
 from unirun.launcher.sickness import NodeHealth, unanswered
 from unirun.launcher.standby import following
 from unirun.launcher.timers import TimerPipe, session_of
+from unirun.launcher.usage import DeviceUsage, sample_of
 from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose
 from unirun.observe.jobdir import JobDir, ProcessWatch, open_log
 from unirun.rendezvous.endpoints import Endpoint
@@ -81,7 +82,6 @@ from unirun.wire.reports import (
     Placed,
     ProgressPage,
     Reaped,
-    Sample,
     Sick,
     SpawnFailed,
     Unanswered,
@@ -120,24 +120,6 @@ class Backlog:
             frame = self._frames.popleft()
             self._size -= len(frame)
             yield frame
-
-
-# The resources that the workers of an agent use.
-
-
-def sample_of(state: AgentState) -> Sample:
-    """The memory and the processor time of each worker that has a process."""
-    import psutil
-
-    memory: dict[str, int] = {}
-    cpu: dict[str, float] = {}
-    for worker in state.workers.values():
-        if worker.pid is not None:
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(worker.pid)
-                memory[str(worker.who)] = process.memory_info().rss
-                cpu[str(worker.who)] = round(sum(process.cpu_times()[:2]), 2)
-    return Sample(state.node, memory, cpu)
 
 
 # ``--duplicate-stdout-filters`` and ``--duplicate-stderr-filters``: copy lines with one of the words to a file.
@@ -301,6 +283,7 @@ class Agent:
         # Ranks of one host need no network.
         self._several = task.head is not None
         self._health = NodeHealth(task.node, job.path)
+        self._devices = DeviceUsage()
         self._progress = ProgressWatch(job, task.spec, lambda: self._state, self._tell, self._apply)
 
     def fork_spawner(self) -> None:
@@ -352,6 +335,7 @@ class Agent:
             self._probing.close()
             self._progress.close()
             self._health.close()
+            self._devices.close()
             await self._end_spawners()
             self._ports.close()
             if self._master is not None:
@@ -697,11 +681,12 @@ class Agent:
             await link.close()
 
     async def _sample(self) -> None:
-        """Report the workers' memory and processor time every `sample_interval` seconds."""
+        """Report what the workers use every `sample_interval` seconds."""
         while True:
             await asyncio.sleep(self._spec.sample_interval)
             self._kills = (self._kills[1], kills_so_far())
-            sample = sample_of(self._state)
+            gpus = await asyncio.to_thread(self._devices.look)
+            sample = sample_of(self._state, self._progress.step_of, gpus)
             if sample.memory:
                 self._tell(sample)
             if self._several and (addresses := unanswered()):

@@ -32,7 +32,9 @@ class WorkerStatus(Value):
 
     `generation` is that of its role's process group which it is in; `metrics` are the latest by name; those that
     are not finite, which JSON has no words for, are text (``"nan"``). `address` is ``host:port`` of a rank that was
-    given ports. `ready` is what the probe of a program says, since the time `since`, and `why` if it is not.
+    given ports. `ready` is what the probe of a program says, since the time `since`, and `why` if it is not. `step` is
+    the one that it was at when it was sampled last, -1 if it reports none, and `gpu` how busy its devices were then, in
+    percent, and its memory there in bytes.
     """
 
     rank: int
@@ -49,6 +51,8 @@ class WorkerStatus(Value):
     ready: bool | None = None
     since: float = 0.0
     why: str = ""
+    step: int = -1
+    gpu: tuple[float, int] | None = None
 
 
 class RoleStatus(Value):

@@ -452,11 +452,14 @@ class Knock(Message):
 
 
 class Sample(Message):
-    """Memory (resident, bytes) and processor time (seconds) of the workers, by ``role:rank``."""
+    """Memory (resident, bytes) and processor time (seconds) of the workers, by ``role:rank``. Of those that have them,
+    the steps that they are at, and `gpus`: how busy their devices are, in percent, and their memory there."""
 
     node: str
     memory: dict[str, int]
     cpu: dict[str, float]
+    steps: dict[str, int] = field(default_factory=dict)
+    gpus: dict[str, tuple[float, int]] = field(default_factory=dict)
 
 
 class Sick(Message):

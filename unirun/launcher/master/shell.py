@@ -373,6 +373,8 @@ class Master:
         self._hosts: tuple[Mapping[str, Join], frozenset[str]] = ({}, frozenset())
         self._memory: dict[str, int] = {}
         self._cpu: dict[str, float] = {}
+        self._steps: dict[str, int] = {}
+        self._gpus: dict[str, tuple[float, int]] = {}
         self._status_file = StatusFile(job, self._status, lambda problem: self._log.write("error", problem))
 
     async def run(self, agents: Mapping[str, int]) -> None:
@@ -561,6 +563,8 @@ class Master:
             epoch=self._term.epoch,
             trouble=self._writer.trouble,
             stragglers=self._stragglers.stragglers(),
+            steps=dict(self._steps),
+            gpus=dict(self._gpus),
         )
 
     def _is_host(self, addr: str) -> bool:
@@ -650,6 +654,8 @@ class Master:
                 elif isinstance(message, Sample):
                     self._memory.update(message.memory)
                     self._cpu.update(message.cpu)
+                    self._steps.update(message.steps)
+                    self._gpus.update(message.gpus)
                     self._status_file.write_soon()
                 elif isinstance(message, Late):
                     self.hangs.late(message)
