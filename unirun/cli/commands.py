@@ -191,6 +191,17 @@ def _(add: Add) -> None:
     add("--store", **STORE)
 
 
+@_command("top", "top:main", "A live view of jobs: ranks, rates, calls, decisions.")
+def _(add: Add) -> None:
+    add("jobs", nargs="*", metavar="JOB", help="ids, or their beginnings (default: those that run)")
+    text = "the order of ranks (rank); the key s changes it"
+    add("--sort", choices=("rank", "state", "cpu", "memory", "step"), default="rank", help=text)
+    add("--filter", default="", metavar="TEXT", help="only ranks whose name, state or node has it")
+    add("--interval", type=_seconds, default=1.0, metavar="SECONDS", help="between two frames (1)")
+    add("--once", action=FLAG, help="print one frame and return; so without a terminal, too")
+    add("--store", **STORE)
+
+
 @_command(
     "stacks", "stacks:main", "Where the ranks of a running job are: equal stacks together, the odd one first."
 )

@@ -1,4 +1,4 @@
-"""The resources that workers of a node use, for people: memory, processors and devices; and the steps that they are at."""
+"""The memory, processors, devices and steps of the workers of a node, sampled for people."""
 
 from __future__ import annotations
 

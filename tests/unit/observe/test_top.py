@@ -1,0 +1,100 @@
+"""Frames of ``unirun top``: they fit a terminal, and have rates, edges, decisions and one rank in detail."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unirun.observe.events import LoggedEvent
+from unirun.observe.status import CallStatus, JobStatus, RoleStatus, WorkerStatus
+from unirun.observe.top import ORDERS, Choice, Look, Meters, chosen, frame
+
+
+def worker(rank: int, **more: object) -> WorkerStatus:
+    return WorkerStatus(rank, "running", "n0", 0, 100 + rank, "", **more)  # type: ignore[arg-type]
+
+
+def look(at: float, *, ranks: int = 3, cpu: float = 1.0, step: int = 10, calls: int = 100) -> Look:
+    workers = tuple(worker(n, memory=(n + 1) * 10**9, cpu=cpu, step=step + n) for n in range(ranks))
+    weights = {"policy/version": 5.0, "samples/items": 7.0}
+    rollout = worker(0, metrics={"policy/version": 3.0}, gpu=(40.0, 2 * 10**9), ready=False, why="it loads")
+    roles = (
+        RoleStatus("actor", "running", 0, 1, 3, (worker(0, metrics=weights), *workers[1:])),
+        RoleStatus("rollout", "starting", 0, 0, 3, (rollout,)),
+    )
+    call = CallStatus("trainer", "actor", "update", "call", "both", False, 0.0, calls, 0, 0, calls / 100)
+    status = JobStatus("job-1", "job", "running", "", 0.0, None, None, roles, epoch=1, calls=(call,))
+    events = (
+        LoggedEvent("1-1", 1.0, "started", "actor:1 has process 5", about=("actor:1",)),
+        LoggedEvent("1-2", 2.0, "decision", "actor:1 ended; restart 1 of 3", about=("actor:1",)),
+    )
+    return Look(at, status, events, ("the last line",))
+
+
+PLAIN = Choice()
+
+
+def texts(now: Look, choice: Choice = PLAIN, meters: Meters | None = None) -> list[str]:
+    return [line.text for line in frame(now, meters or Meters(), choice)]
+
+
+@given(
+    st.integers(1, 300),
+    st.integers(20, 200),
+    st.integers(6, 80),
+    st.integers(0, 400),
+    st.booleans(),
+    st.sampled_from(ORDERS),
+)
+def test_a_frame_fits_the_terminal(
+    ranks: int, width: int, height: int, row: int, detail: bool, order: str
+) -> None:
+    choice = Choice(order=order, row=row, detail=detail)  # type: ignore[arg-type]
+    lines = frame(look(10.0, ranks=ranks), Meters(), choice, width, height)
+    assert len(lines) <= height
+    assert all(len(line.text) <= width for line in lines)
+    if not detail and height > 12:
+        assert sum(line.style == "chosen" for line in lines) == 1
+
+
+def test_a_job_has_its_roles_with_staleness_and_queue_its_edges_and_its_decisions() -> None:
+    found = texts(look(10.0))
+    assert found[0].startswith("job-1: running, 10 s; master term 1")
+    assert "actor running, 3 of 3 up, generation 0, restarts 1/3, staleness 0, queue 7" in found
+    assert "rollout starting, 0 of 1 up, generation 0, restarts 0/3, staleness 2" in found
+    assert any(line.startswith("trainer → actor update") and "10.00" in line for line in found)
+    assert "     8 s ago  decision: actor:1 ended; restart 1 of 3" in found
+    assert len([line for line in found if line.startswith(("actor:", "rollout:"))]) == 4
+
+
+def test_rates_are_those_between_the_last_two_changes() -> None:
+    meters = Meters()
+    for each in (
+        look(10.0),
+        look(11.0),
+        look(15.0, cpu=3.5, step=20, calls=150),
+        look(16.0, cpu=3.5, step=20, calls=150),
+    ):
+        meters.update(each)
+    found = texts(look(16.0, cpu=3.5, step=20, calls=150), meters=meters)
+    row = next(line for line in found if line.startswith("actor:1 ")).split()
+    assert row == ["actor:1", "running", "n0", "0", "50", "2G", "21", "2"]
+    assert next(line for line in found if line.startswith("trainer")).split()[-3:] == ["10", "10.00", "10.00"]
+
+
+def test_ranks_are_sorted_and_filtered() -> None:
+    status = look(1.0).status
+
+    def names(choice: Choice) -> list[str]:
+        return [f"{role.name}:{each.rank}" for role, each in chosen(status, choice)]
+
+    assert names(Choice(order="memory"))[:2] == ["actor:2", "actor:1"]
+    assert names(Choice(filter="rollout")) == ["rollout:0"]
+
+
+def test_a_rank_in_detail_has_its_events_its_metrics_and_the_end_of_its_log() -> None:
+    found = texts(look(1.0), Choice(row=1, detail=True))
+    assert "decision: actor:1 ended; restart 1 of 3" in found
+    assert "the last line" in found
+    assert "it loads" in texts(look(1.0), Choice(filter="rollout", detail=True))
+    assert "no rank fits the filter" in texts(look(1.0), Choice(filter="critic", detail=True))
