@@ -21,7 +21,7 @@ from unirun.launcher.foreground.terminal import printable, say
 from unirun.observe.events import EventReader, LoggedEvent
 from unirun.observe.jobdir import JobDir, all_jobs
 from unirun.observe.status import read_status, runs
-from unirun.observe.top import ORDERS, Choice, Line, Look, Meters, chosen, frame
+from unirun.observe.top import ORDERS, Line, Look, Meters, TopView, chosen, frame
 from unirun.values import WorkerId
 
 EVENTS_KEPT = 200
@@ -49,7 +49,7 @@ class Followed:
         self._events: tuple[LoggedEvent, ...] = ()
         self.meters = Meters()
 
-    def look(self, choice: Choice) -> Look:
+    def look(self, choice: TopView) -> Look:
         """Read what the job has written. Raises `JobError`."""
         self._events = (*self._events, *self._reader.read())[-EVENTS_KEPT:]
         look = Look(time.time(), read_status(self._job), self._events)
@@ -79,7 +79,7 @@ def main(options: Any) -> int:
         # The tab key goes to the others that run.
         jobs += [each for each in all_jobs() if each.run_id != jobs[0].run_id and runs(each)]
     followed = [Followed(job) for job in jobs]
-    choice = Choice(options.sort, options.filter, jobs=tuple(job.run_id for job in jobs))
+    choice = TopView(options.sort, options.filter, jobs=tuple(job.run_id for job in jobs))
     if options.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
         width = shutil.get_terminal_size((80, 24)).columns
         for line in frame(followed[0].look(choice), followed[0].meters, choice, width, 1000)[:-1]:
@@ -89,7 +89,7 @@ def main(options: Any) -> int:
     return 0
 
 
-def _show(jobs: list[Followed], choice: Choice, interval: float) -> None:
+def _show(jobs: list[Followed], choice: TopView, interval: float) -> None:
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -116,7 +116,7 @@ def _show(jobs: list[Followed], choice: Choice, interval: float) -> None:
                 choice = pressed(choice, key, lambda: _read_line(keys))
 
 
-def pressed(choice: Choice, key: bytes, ask: Any) -> Choice:
+def pressed(choice: TopView, key: bytes, ask: Any) -> TopView:
     """The choice after a key; `ask` reads the text of a filter."""
     match key:
         case b"s":

@@ -35,7 +35,7 @@ class Line(Value):
 
 
 class Look(Value):
-    """What was read of a job at a time, in seconds since the epoch; `tail` are the last lines of the chosen rank."""
+    """The state of a job at a time, in seconds since the epoch; `tail` are the last lines of the chosen rank."""
 
     time: float
     status: JobStatus
@@ -43,7 +43,7 @@ class Look(Value):
     tail: tuple[str, ...] = ()
 
 
-class Choice(Value):
+class TopView(Value):
     """The user's choices: the order and the filter of ranks, the chosen row, whether it is shown in detail, and the job
     (by its number, of `jobs`)."""
 
@@ -101,7 +101,7 @@ def edge_of(call: CallStatus) -> str:
     return f"{call.source} → {call.target} {call.method}"
 
 
-def frame(look: Look, meters: Meters, choice: Choice, width: int = 80, height: int = 24) -> list[Line]:
+def frame(look: Look, meters: Meters, choice: TopView, width: int = 80, height: int = 24) -> list[Line]:
     """The lines of a frame, at most `height`, none wider than `width`."""
     head = list(_head(look, choice))
     if choice.detail:
@@ -121,7 +121,7 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def _head(look: Look, choice: Choice) -> Iterator[Line]:
+def _head(look: Look, choice: TopView) -> Iterator[Line]:
     status = look.status
     end = look.time if status.ended is None else status.ended
     code = "" if status.code is None else f", exit code {status.code}"
@@ -177,7 +177,7 @@ def queued(role: RoleStatus) -> float | None:
     return sum(held) if held else None
 
 
-def chosen(status: JobStatus, choice: Choice) -> list[tuple[RoleStatus, WorkerStatus]]:
+def chosen(status: JobStatus, choice: TopView) -> list[tuple[RoleStatus, WorkerStatus]]:
     """The ranks that fit the filter, in the order that is chosen."""
     found = [
         (role, worker)
@@ -203,7 +203,7 @@ _COLUMNS = (
 )
 
 
-def _ranks(look: Look, meters: Meters, choice: Choice, room: int) -> Iterator[Line]:
+def _ranks(look: Look, meters: Meters, choice: TopView, room: int) -> Iterator[Line]:
     """The rows of ranks around the chosen one, in so many lines."""
     yield Line(f"{_COLUMNS}{f'  filter {choice.filter}' if choice.filter else ''}", "head")
     rows = chosen(look.status, choice)
@@ -270,7 +270,7 @@ def _decisions(look: Look) -> Iterator[Line]:
         yield Line(f"{look.time - event.time:6.0f} s ago  {event.kind}: {event.text}")
 
 
-def _detail(look: Look, meters: Meters, choice: Choice) -> Iterator[Line]:
+def _detail(look: Look, meters: Meters, choice: TopView) -> Iterator[Line]:
     """One rank, and the end of its log."""
     rows = chosen(look.status, choice)
     if not rows:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from unirun.observe.events import LoggedEvent
 from unirun.observe.status import CallStatus, JobStatus, RoleStatus, WorkerStatus
-from unirun.observe.top import ORDERS, Choice, Look, Meters, chosen, frame
+from unirun.observe.top import ORDERS, Look, Meters, TopView, chosen, frame
 
 
 def worker(rank: int, **more: object) -> WorkerStatus:
@@ -31,10 +31,10 @@ def look(at: float, *, ranks: int = 3, cpu: float = 1.0, step: int = 10, calls: 
     return Look(at, status, events, ("the last line",))
 
 
-PLAIN = Choice()
+PLAIN = TopView()
 
 
-def texts(now: Look, choice: Choice = PLAIN, meters: Meters | None = None) -> list[str]:
+def texts(now: Look, choice: TopView = PLAIN, meters: Meters | None = None) -> list[str]:
     return [line.text for line in frame(now, meters or Meters(), choice)]
 
 
@@ -49,7 +49,7 @@ def texts(now: Look, choice: Choice = PLAIN, meters: Meters | None = None) -> li
 def test_a_frame_fits_the_terminal(
     ranks: int, width: int, height: int, row: int, detail: bool, order: str
 ) -> None:
-    choice = Choice(order=order, row=row, detail=detail)  # type: ignore[arg-type]
+    choice = TopView(order=order, row=row, detail=detail)  # type: ignore[arg-type]
     lines = frame(look(10.0, ranks=ranks), Meters(), choice, width, height)
     assert len(lines) <= height
     assert all(len(line.text) <= width for line in lines)
@@ -85,16 +85,16 @@ def test_rates_are_those_between_the_last_two_changes() -> None:
 def test_ranks_are_sorted_and_filtered() -> None:
     status = look(1.0).status
 
-    def names(choice: Choice) -> list[str]:
+    def names(choice: TopView) -> list[str]:
         return [f"{role.name}:{each.rank}" for role, each in chosen(status, choice)]
 
-    assert names(Choice(order="memory"))[:2] == ["actor:2", "actor:1"]
-    assert names(Choice(filter="rollout")) == ["rollout:0"]
+    assert names(TopView(order="memory"))[:2] == ["actor:2", "actor:1"]
+    assert names(TopView(filter="rollout")) == ["rollout:0"]
 
 
 def test_a_rank_in_detail_has_its_events_its_metrics_and_the_end_of_its_log() -> None:
-    found = texts(look(1.0), Choice(row=1, detail=True))
+    found = texts(look(1.0), TopView(row=1, detail=True))
     assert "decision: actor:1 ended; restart 1 of 3" in found
     assert "the last line" in found
-    assert "it loads" in texts(look(1.0), Choice(filter="rollout", detail=True))
-    assert "no rank fits the filter" in texts(look(1.0), Choice(filter="critic", detail=True))
+    assert "it loads" in texts(look(1.0), TopView(filter="rollout", detail=True))
+    assert "no rank fits the filter" in texts(look(1.0), TopView(filter="critic", detail=True))
