@@ -21,6 +21,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(floor.split())
     for floor in (
         "cli",
+        "dashboard",
         "experiments",
         "rollout",
         "train",
@@ -77,6 +78,8 @@ TWICE = {
 """Names of classes that two modules define."""
 
 SMALL = {
+    "dashboard.guarding": "decides who is let in, without a request at hand",
+    "dashboard.report": "needs no server",
     "failover.stragglers": "decides for the master's shell, without an event of the state machine",
     "launcher.master.stragglers": "hardly any of it is an event of the state machine that the master's shell drives",
     "launcher.master.questions": "its streams are those of the master's shell, and nothing of it is an event",

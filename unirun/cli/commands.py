@@ -213,6 +213,25 @@ def _(add: Add) -> None:
     add("--store", **STORE)
 
 
+def _port(text: str) -> int:
+    """The type of an option that is a port; 0 is any free one."""
+    if not re.fullmatch("[0-9]{1,5}", text) or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no port")
+    return int(text)
+
+
+@_command("dashboard", "dashboard:main", "Jobs as a page in a browser, and as metrics for Prometheus.")
+def _(add: Add) -> None:
+    add("jobs", nargs="*", metavar="JOB", help="only these jobs (default: all of this user)")
+    add("--port", type=_port, default=0, help="the port on 127.0.0.1 (default: a free one)")
+
+
+@_command("report", "dashboard:report", "All about a job as one file, to be sent to somebody.")
+def _(add: Add) -> None:
+    add("job", **JOB)
+    add("-o", "--output", metavar="FILE", help="the file (default: JOB.html)")
+
+
 @_command("stop", "jobs:stop_job", "End a running job.")
 def _(add: Add) -> None:
     add("job", **RUNNING)

@@ -88,6 +88,7 @@ def status_of(
                     ready=worker.health.ready if worker.health is not None else None,
                     since=worker.health.since if worker.health is not None else 0.0,
                     why=worker.health.why if worker.health is not None else "",
+                    slots=worker.own,
                 )
                 for worker in role.workers
             ),

@@ -34,7 +34,7 @@ class WorkerStatus(Value):
     are not finite, which JSON has no words for, are text (``"nan"``). `address` is ``host:port`` of a rank that was
     given ports. `ready` is what the probe of a program says, since the time `since`, and `why` if it is not. `step` is
     the one that it was at when it was sampled last, -1 if it reports none, and `gpu` how busy its devices were then, in
-    percent, and its memory there in bytes.
+    percent, and its memory there in bytes. `slots` are its places on the node.
     """
 
     rank: int
@@ -53,6 +53,7 @@ class WorkerStatus(Value):
     why: str = ""
     step: int = -1
     gpu: tuple[float, int] | None = None
+    slots: tuple[str, ...] = ()
 
 
 class RoleStatus(Value):

@@ -52,8 +52,8 @@ def test_the_status_of_a_job_has_all_that_is_known(job: Job) -> None:
     memory, cpu = {"actor:0": 500, "actor:1": 600, "trainer:0": 700}, {"actor:0": 1.5, "trainer:0": 2.5}
     status = status_of(job.state, memory, cpu, epoch=4, trouble="it is away")
     actors = (
-        WorkerStatus(0, "serving", "n0", 0, 1, "", 500, 1.5, 0, {}),
-        WorkerStatus(1, "starting", "n0", 1, None, "", 600, None, 1, {}),
+        WorkerStatus(0, "serving", "n0", 0, 1, "", 500, 1.5, 0, {}, slots=("0",)),
+        WorkerStatus(1, "starting", "n0", 1, None, "", 600, None, 1, {}, slots=("1",)),
     )
     trainer = WorkerStatus(0, "running", "n0", 0, 1, "", 700, 2.5, 0, {"loss": 0.25})
     assert status == JobStatus(

@@ -1,0 +1,94 @@
+"""Metrics for Prometheus, read by its own parser."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from msgspec.structs import replace
+from prometheus_client import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parsed
+
+from tests.unit.dashboard.recorded import MARKUP, START, record, recorded_status
+from unirun.dashboard.openmetrics import Exposition, add_job, exposition, goodput
+from unirun.dashboard.watching import Jobs
+from unirun.observe.events import LoggedEvent, failures, read_events
+from unirun.observe.status import JobStatus
+
+NOW = START + 100.0
+
+
+def families(status: JobStatus, events: list[LoggedEvent]) -> dict[str, Metric]:
+    to = Exposition()
+    add_job(to, status, events, NOW)
+    return {family.name: family for family in parsed(to.text())}
+
+
+def value(found: dict[str, Metric], family: str, sample: str = "", **labels: str) -> float:
+    values = [
+        each.value
+        for each in found[family].samples
+        if each.name == (sample or family) and labels.items() <= each.labels.items()
+    ]
+    assert len(values) == 1, (family, labels, values)
+    return float(values[0])
+
+
+def test_prometheus_reads_all_that_is_known_of_a_job() -> None:
+    job = record("job-1", phase="running")
+    found = families(recorded_status("job-1", 4, "running"), [*read_events(job.events)])
+    assert value(found, "unirun_job_up", job="job-1") == 1
+    assert value(found, "unirun_rank_up", role="actor", rank="3") == 1
+    assert value(found, "unirun_rank_ready", role="actor", rank="3") == 1
+    assert value(found, "unirun_rank_restarts", "unirun_rank_restarts_total", role="actor", rank="1") == 1
+    assert value(found, "unirun_role_restarts", "unirun_role_restarts_total", role="actor") == 1
+    assert value(found, "unirun_failures", "unirun_failures_total") == 1
+    assert value(found, "unirun_recovery_seconds", "unirun_recovery_seconds_sum", role="actor") == 2.0
+    assert (
+        value(found, "unirun_recovery_seconds", "unirun_recovery_seconds_bucket", role="actor", le="2.5") == 1
+    )
+    assert value(found, "unirun_call_seconds", "unirun_call_seconds_count", target="actor") == 40
+    assert value(found, "unirun_edge_bytes", "unirun_edge_bytes_total", direction="sent") == 40_000
+    assert value(found, "unirun_weights_staleness_versions", rank="1", channel="policy") == 1
+    assert value(found, "unirun_reported", rank="0", name="loss") == 0.5
+    assert 0.8 < value(found, "unirun_goodput_ratio") < 0.9
+
+
+def test_queues_have_families_of_their_own() -> None:
+    status = recorded_status("job-1", 1, "running")
+    worker = replace(
+        status.roles[0].workers[0], metrics={"samples/items": 7.0, "samples/put": 1.5, MARKUP: 1.0}
+    )
+    found = families(replace(status, roles=(replace(status.roles[0], workers=(worker,)),)), [])
+    assert value(found, "unirun_queue_items", queue="samples") == 7.0
+    assert value(found, "unirun_reported", name="samples/put") == 1.5
+    assert value(found, "unirun_reported", name=MARKUP) == 1.0
+
+
+@pytest.mark.parametrize("text", ['a"b', "a\\b", "a\nb", MARKUP, "é"])
+def test_any_text_is_a_label(text: str) -> None:
+    to = Exposition()
+    to.add("a", "gauge", "Words.", 1.0, {"name": text})
+    assert [family.samples[0].labels["name"] for family in parsed(to.text())] == [text]
+
+
+def test_samples_of_one_family_stand_together_for_several_jobs() -> None:
+    record("job-1", phase="running")
+    record("job-2", ranks=2, phase="running")
+    found = {family.name: family for family in parsed(exposition(Jobs(), NOW))}
+    assert {each.labels["job"] for each in found["unirun_rank_up"].samples} == {"job-1", "job-2"}
+
+
+def test_a_job_that_has_ended_long_ago_is_left_out() -> None:
+    record("job-1")
+    assert "job-1" in exposition(Jobs(), START + 200)
+    assert "job-1" not in exposition(Jobs(), time.time())
+
+
+def test_time_before_the_start_and_after_a_failure_is_no_goodput() -> None:
+    job = record("job-1")
+    events = [*read_events(job.events)]
+    status = recorded_status("job-1", 4)
+    # 10.1 s until both roles run, and 2 s from the failure until the role runs again.
+    assert goodput(status, [*failures(events)], events, NOW) == pytest.approx((100 - 10.1 - 2.0) / 100)
+    assert goodput(replace(status, ended=None), [], [], NOW) == 0.0

@@ -1,0 +1,100 @@
+"""Metrics in bounded memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.dashboard.recorded import START, line
+from unirun.dashboard import series
+from unirun.dashboard.series import BINS, Book, Series
+
+VALUES = st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e6, 1e6)), max_size=300)
+
+
+@given(VALUES)
+def test_a_series_keeps_order_and_range_in_few_points(values: list[tuple[float, float]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(series, "BINS", 16)
+        made = Series()
+        for x, value in values:
+            made.add(x, value)
+    points = made.points()
+    assert len(points.x) <= 16
+    assert points.x == sorted(points.x)
+    if values:
+        assert min(points.low) == pytest.approx(min(value for _, value in values), rel=1e-6)
+        assert max(points.high) == pytest.approx(max(value for _, value in values), rel=1e-6)
+    for low, mean, high in zip(points.low, points.mean, points.high, strict=True):
+        assert low - 1e-3 * abs(low) <= mean + 1e-6
+        assert mean - 1e-6 <= high + 1e-3 * abs(high)
+
+
+def test_a_week_of_points_takes_no_more_than_the_bins() -> None:
+    made = Series()
+    for second in range(0, 7 * 86400, 5):
+        made.add(float(second), 1.0)
+    points = made.points()
+    assert len(points.x) <= BINS
+    assert points.x[-1] > 6.9 * 86400
+
+
+def test_values_that_are_not_finite_are_counted() -> None:
+    made = Series()
+    for value in (1.0, None, math.nan, math.inf):
+        made.add(0.0, value)
+    assert made.points().more == 3
+
+
+def test_metrics_have_an_axis_of_steps_if_a_step_was_reported_with_them() -> None:
+    book = Book(START)
+    book.add_line(line("actor", 0, START + 5, {"loss": 0.5, "step": 3}))
+    book.add_line(line("rollout", 0, START + 6, {"reward": 1.0}))
+    assert book.points("step", [("actor", "loss")])[0]["points"].x == [3]
+    assert book.points("time", [("rollout", "reward")])[0]["points"].x == [6]
+    assert [(each["name"], each["axes"]) for each in book.names()] == [
+        ("loss", ["time", "step"]),
+        ("step", ["time", "step"]),
+        ("reward", ["time"]),
+    ]
+
+
+def test_ranks_of_a_role_are_one_line_with_their_range() -> None:
+    book = Book(START)
+    for rank, value in enumerate((1.0, 2.0, 6.0)):
+        book.add_line(line("actor", rank, START + 5, {"loss": value}))
+    points = book.points("time", [("actor", "loss")])[0]["points"]
+    assert (points.low, points.mean, points.high) == ([1.0], [3.0], [6.0])
+    assert book.names()[0]["ranks"] == 3
+
+
+def test_lines_of_steps_of_a_trial_are_metrics_too() -> None:
+    book = Book(START)
+    book.add_step({"step": 1, "actorTrain/loss": 0.5, "name": "text", "seconds": None})
+    assert book.points("step", [("trial", "actorTrain/loss")])[0]["points"].mean == [0.5]
+    assert book.points("step", [("trial", "name")]) == []
+
+
+def test_names_without_end_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(series, "NAMES", 2)
+    book = Book(START)
+    book.add_line(line("actor", 0, START, {"a": 1.0, "b": 1.0, "c": 1.0}))
+    assert (len(book.names()), book.too_many) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {},
+        {"role": 1},
+        {"role": "a", "rank": 0, "time": "x", "values": {}},
+        {"role": "a", "rank": 0, "time": 1, "values": []},
+    ],
+)
+def test_a_foreign_line_is_left_out(bad: dict[str, object]) -> None:
+    book = Book(START)
+    book.add_line(bad)
+    assert book.names() == []

@@ -1,0 +1,195 @@
+"""The server of the page, as browsers and attackers meet it, on a real socket of this process."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+import uvicorn
+
+from tests.unit.dashboard.recorded import MARKUP, record, recorded_status
+from tests.waiting import WAIT_TIMEOUT, eventually
+from unirun.dashboard.server import PageServer, listen
+from unirun.dashboard.watching import Jobs
+from unirun.errors import UsageError
+from unirun.observe.status import write_status
+
+
+class Site:
+    """A server in a thread, and requests to it."""
+
+    def __init__(self) -> None:
+        self.links: list[str] = []
+        self._listener = listen(0)
+        self.server = PageServer(Jobs(), self._listener, "scrape", self.links.append)
+        self.port = self.server.port
+        self.server._new_link()
+        config = uvicorn.Config(
+            self.server.app(), log_level="error", lifespan="off", ws="none", timeout_graceful_shutdown=1
+        )
+        self._uvicorn = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._uvicorn.run, kwargs={"sockets": [self._listener]})
+        self._thread.start()
+        eventually(lambda: self._uvicorn.started)
+
+    def close(self) -> None:
+        """End it."""
+        self._uvicorn.should_exit = True
+        self._thread.join(WAIT_TIMEOUT)
+        self._listener.close()
+
+    def connect(self, path: str, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
+        """The answer to a request, whose body is not read yet."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_TIMEOUT)
+        connection.request(
+            method, path, headers={name.replace("_", "-"): value for name, value in headers.items()}
+        )
+        return connection.getresponse()
+
+    def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, str]:
+        """The code and the text of an answer."""
+        answer = self.connect(path, method, **headers)
+        return answer.status, answer.read().decode()
+
+    def enter(self) -> str:
+        """The cookie that the last link becomes."""
+        answer = self.connect("/" + self.links[-1].partition("/?")[2].join(("?", "")))
+        answer.read()
+        assert answer.status == 200
+        return str(answer.getheader("set-cookie")).partition(";")[0]
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    made = Site()
+    yield made
+    made.close()
+
+
+PATHS = (
+    "/",
+    "/page.js",
+    "/api/jobs",
+    "/api/jobs/job-1",
+    "/api/jobs/job-1/live",
+    "/api/live",
+    "/metrics",
+    "/none",
+)
+
+
+def test_nothing_is_given_without_a_cookie_or_with_a_wrong_token(site: Site) -> None:
+    record("job-1")
+    for path in PATHS:
+        assert site.ask(path)[0] == 401
+        assert site.ask(path, cookie=f"unirun-{site.port}=guess")[0] == 401
+    assert site.ask("/?token=guess")[0] == 401
+    assert site.ask("/?token=")[0] == 401
+
+
+def test_a_link_counts_once_and_another_one_is_announced(site: Site) -> None:
+    first = site.links[-1]
+    cookie = site.enter()
+    path = first[first.index("/?") :]
+    assert site.ask(path)[0] == 401
+    assert site.ask("/api/jobs", cookie=cookie)[0] == 200
+    assert len(site.links) == 2
+    assert site.enter() == cookie
+
+
+def test_other_names_and_other_sites_get_nothing(site: Site) -> None:
+    cookie = site.enter()
+    assert site.ask("/api/jobs", cookie=cookie, host="evil.example")[0] == 421
+    assert site.ask("/api/jobs", cookie=cookie, origin="http://evil.example")[0] == 403
+    assert site.ask("/api/jobs", cookie=cookie, sec_fetch_site="cross-site")[0] == 403
+    assert site.ask("/api/jobs", "POST", cookie=cookie)[0] == 405
+    assert site.ask(f"/?{site.links[-1].partition('?')[2]}", host="evil.example")[0] == 421
+    headers = site.connect("/api/jobs", cookie=cookie).getheaders()
+    assert not [name for name, _ in headers if name.lower().startswith("access-control")]
+
+
+def test_no_path_leads_to_another_file(site: Site) -> None:
+    job = record("job-1")
+    cookie = site.enter()
+    secret = job.token.read_text()
+    log = "attempt=0&folder=0&incarnation=0"
+    for path in (
+        "/../../token",
+        "/%2e%2e/%2e%2e/token",
+        "/static/../server.py",
+        "/api/jobs/..%2f..%2fjobs%2fjob-1",
+        "/api/jobs/../job-1/token",
+        f"/api/jobs/job-1/log?role=../..&rank=0&{log}&stream=stdout",
+        f"/api/jobs/job-1/log?role=actor&rank=../..&{log}&stream=stdout",
+        f"/api/jobs/job-1/log?role=actor&rank=0&{log}&stream=..%2f..%2f..%2f..%2ftoken",
+        "/api/jobs/job-1/log?role=actor&rank=0&attempt=0&folder=0&incarnation=..&stream=stdout",
+        f"/api/jobs/job-1/log?role=actor%00&rank=0&{log}&stream=stdout",
+        f"/api/jobs/job-1/log?role=actor&rank=99999999999999999999&{log}&stream=stdout",
+    ):
+        code, text = site.ask(path, cookie=cookie)
+        assert code == 404
+        assert secret not in text
+
+
+def test_markup_of_a_job_is_data_and_no_page(site: Site) -> None:
+    record("job-1")
+    cookie = site.enter()
+    for path in (
+        "failures",
+        "metrics",
+        "log?role=actor&rank=0&attempt=0&folder=0&incarnation=0&stream=stdout",
+    ):
+        answer = site.connect(f"/api/jobs/job-1/{path}", cookie=cookie)
+        text = answer.read().decode()
+        assert answer.getheader("content-type") == "application/json"
+        assert answer.getheader("x-content-type-options") == "nosniff"
+        assert MARKUP in json.dumps(json.loads(text), ensure_ascii=False)
+    policy = str(site.connect("/", cookie=cookie).getheader("content-security-policy"))
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    answer = site.connect("/api/jobs/%3Cimg%20src%3Dx%3E", cookie=cookie)
+    assert (answer.status, answer.getheader("content-type")) == (404, "text/plain; charset=utf-8")
+
+
+def test_the_page_is_small_and_asks_no_other_host(site: Site) -> None:
+    cookie = site.enter()
+    texts = [
+        site.ask(path, cookie=cookie)[1]
+        for path in ("/", "/style.css", "/uplot.css", "/uplot.js", "/page.js", "/views.js", "/charts.js")
+    ]
+    assert sum(map(len, texts)) < 1_000_000
+    assert not [text for text in texts if 'src="http' in text or 'href="http' in text or "url(http" in text]
+
+
+def test_what_changes_comes_by_itself(site: Site) -> None:
+    job = record("job-1", phase="running")
+    answer = site.connect("/api/jobs/job-1/live", cookie=site.enter())
+    assert answer.getheader("content-type", "").startswith("text/event-stream")
+
+    def next_news() -> dict[str, object]:
+        while not (found := answer.readline()).startswith(b"data: "):
+            assert found
+        return dict(json.loads(found.removeprefix(b"data: ")))
+
+    assert "all" in str(next_news())
+    write_status(job, recorded_status("job-1", 4, "succeeded"))
+    news = next_news()
+    assert "succeeded" in json.dumps(news["change"])
+    answer.close()
+
+
+def test_metrics_are_read_with_the_token_of_programs(site: Site) -> None:
+    record("job-1", phase="running")
+    code, text = site.ask("/metrics", authorization="Bearer scrape")
+    assert (code, text.endswith("# EOF\n")) == (200, True)
+    assert site.ask("/metrics", authorization="Bearer guess")[0] == 401
+
+
+def test_a_port_that_is_in_use_is_refused() -> None:
+    with listen(0) as taken:
+        taken.listen()
+        with pytest.raises(UsageError, match="choose another --port"):
+            listen(taken.getsockname()[1])

@@ -1,0 +1,132 @@
+"""The contents of the page."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+from msgspec.structs import replace
+
+from tests.unit.dashboard.recorded import START, record, recorded_status
+from unirun.dashboard.views import changes, graph_picture, job_view, rank_view, state_of, timeline
+from unirun.dashboard.watching import Jobs, WatchedJob
+from unirun.errors import JobError
+from unirun.observe.events import read_events
+from unirun.observe.status import RoleStatus, WorkerStatus, write_status
+
+
+def worker(phase: str, exit: str = "", ready: bool | None = None) -> WorkerStatus:
+    return WorkerStatus(0, phase, "h0", 0, None, exit, ready=ready)
+
+
+@pytest.mark.parametrize(
+    ("role", "one", "failed", "state"),
+    [
+        ("running", worker("running"), False, "running"),
+        ("running", worker("serving", ready=True), False, "serving"),
+        ("running", worker("running", ready=False), False, "unready"),
+        ("running", worker("starting", ready=False), False, "starting"),
+        ("succeeded", worker("exited", "exit code 0"), False, "done"),
+        ("restarting", worker("exited", "killed by SIGTERM"), False, "stopped"),
+        ("restarting", worker("exited", "killed by SIGKILL"), True, "failed"),
+        ("failed", worker("exited", "exit code 1"), False, "failed"),
+    ],
+)
+def test_a_rank_has_one_state(role: str, one: WorkerStatus, failed: bool, state: str) -> None:
+    assert state_of(RoleStatus("a", role, 0, 0, 0, (one,)), one, failed=failed) == state
+
+
+def test_of_a_change_only_the_rows_that_have_changed_are_sent() -> None:
+    status = recorded_status("job-1", 100, "running")
+    before = job_view(status)
+    assert changes(before, job_view(status)) is None
+    actor = status.roles[0]
+    dead = replace(actor.workers[7], phase="exited", exit="killed by SIGKILL", pid=None)
+    workers = (*actor.workers[:7], dead, *actor.workers[8:])
+    after = job_view(
+        replace(status, roles=(replace(actor, phase="reforming", workers=workers), status.roles[1]), failed=2)
+    )
+    change = changes(before, after)
+    assert change is not None
+    assert change["fields"] == {"failed": 2}
+    assert change["roles"]["actor"]["fields"] == {"phase": "reforming"}
+    assert {*change["roles"]["actor"]["ranks"]} == {"7"}
+    patched = copy.deepcopy(before)
+    patched.update(change["fields"])
+    patched["roles"][0].update(change["roles"]["actor"]["fields"])
+    patched["roles"][0]["ranks"][7] = change["roles"]["actor"]["ranks"]["7"]
+    assert json.dumps(patched) == json.dumps(after)
+
+
+def test_other_ranks_or_nodes_are_sent_as_a_whole() -> None:
+    change = changes(job_view(recorded_status("job-1", 8)), job_view(recorded_status("job-1", 9)))
+    assert change is not None
+    assert {*change} == {"all"}
+
+
+def test_ten_thousand_ranks_take_little_to_send() -> None:
+    assert len(json.dumps(job_view(recorded_status("job-1", 10_000, "running")))) < 1_500_000
+
+
+def test_a_timeline_has_the_failure_of_a_rank_and_its_return() -> None:
+    job = record("job-1")
+    found = timeline(recorded_status("job-1", 4), [*read_events(job.events)], START + 200)
+    spans = found["roles"][0]["ranks"]
+    assert [state for _, _, state in spans[1]] == ["starting", "running", "failed", "starting", "running"]
+    assert [state for _, _, state in spans[0]] == ["starting", "running"]
+    assert found["end"] == 100.0
+    assert spans[1][2] == (20.1, 20.3, "failed")
+    assert [mark["kind"] for mark in found["marks"]] == ["failure", "decision"]
+
+
+def test_the_graph_has_the_roles_and_their_calls() -> None:
+    picture = graph_picture(recorded_status("job-1", 4, role="r<b>"))
+    assert "update" in picture
+    assert "r&lt;b&gt;" in picture
+    assert "<b>" not in picture
+
+
+def test_a_rank_that_is_not_there_is_none() -> None:
+    assert rank_view(recorded_status("job-1", 4), "actor", 4) is None
+    assert (rank_view(recorded_status("job-1", 4), "actor", 3) or {})["slots"] == ("3",)
+
+
+def test_a_watched_job_gives_new_events_once_and_sees_a_new_status() -> None:
+    job = record("job-1", phase="running")
+    watched = WatchedJob(job)
+    assert watched.view()["phase"] == "lost"
+    assert len(watched.events_since(0)) == 10
+    assert watched.events_since(watched.events_so_far) == []
+    write_status(job, recorded_status("job-1", 4, "succeeded"))
+    assert watched.view()["phase"] == "succeeded"
+
+
+def test_every_part_of_the_page_is_there_for_a_job_that_is_over() -> None:
+    watched = WatchedJob(record("job-1"))
+    assert watched.overview()["events"][-1]["kind"] == "end"
+    assert watched.failure_list()["failures"][0]["durations"]["away"] == 2.0
+    assert watched.metrics("step")["series"][0]["name"] == "loss"
+    assert watched.rank("actor", 0)["logs"][0]["stream"] == "stdout"
+    assert watched.event_list()["all"] == 10
+    assert "svg" in watched.graph()
+
+
+def test_only_jobs_that_may_be_shown_are_found() -> None:
+    record("job-1")
+    record("job-2")
+    jobs = Jobs(["job-1"])
+    assert [each["run_id"] for each in jobs.summaries()] == ["job-1"]
+    assert jobs.find("job-1") is jobs.find("job-1")
+    for name in ("job-2", "../jobs/job-1", "job-3"):
+        with pytest.raises(JobError):
+            jobs.find(name)
+
+
+def test_a_later_job_of_the_same_name_is_another_one() -> None:
+    jobs = Jobs()
+    job = record("job-1")
+    first = jobs.find("job-1")
+    job.token.unlink()
+    job.token.write_text("another")
+    assert jobs.find("job-1") is not first

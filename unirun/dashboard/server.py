@@ -1,0 +1,289 @@
+"""The server of the page: on loopback, with requests that only read. `guarding` says who is let in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from importlib.resources import files
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from unirun.dashboard.guarding import HEADERS, Guard, foreign
+from unirun.dashboard.openmetrics import CONTENT_TYPE, exposition
+from unirun.dashboard.reading import STREAMS, RankLog
+from unirun.dashboard.views import Plain, changes
+from unirun.dashboard.watching import Jobs, WatchedJob
+from unirun.errors import JobError, UsageError
+
+LOOK_SECONDS = 0.2
+"""Seconds between two looks at the files of a job that a page shows."""
+
+LOOK_SHARE = 40
+"""The times that a look has taken which are waited for before the next one, so that it uses a fortieth of a core."""
+
+LONGEST_LOOK_SECONDS = 2.0
+
+LIST_SECONDS = 1.0
+"""Seconds between two looks at the list of jobs."""
+
+KEEPALIVE_SECONDS = 15.0
+"""Seconds after which something is sent even if nothing has happened, so that a page that is gone is noticed."""
+
+FILES = {
+    "/": ("index.html", "text/html"),
+    "/style.css": ("style.css", "text/css"),
+    "/uplot.css": ("uPlot.min.css", "text/css"),
+    "/uplot.js": ("uPlot.iife.min.js", "text/javascript"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/views.js": ("views.js", "text/javascript"),
+    "/charts.js": ("charts.js", "text/javascript"),
+}
+"""The files of the page, by their paths. No other file can be asked for."""
+
+WELCOME = """<!doctype html><html lang="en"><title>unirun</title><meta http-equiv="refresh" content="0;url=/">\
+<p><a href="/">the jobs</a></p></html>"""
+"""It leads to the page. A redirect would not: a browser that comes from another site sends the cookie only with the
+request after that."""
+
+
+class PageServer:
+    """The page of some jobs on a socket that listens. `announce` gets each link that lets a browser in."""
+
+    def __init__(
+        self, jobs: Jobs, listener: socket.socket, scrape: str, announce: Callable[[str], None]
+    ) -> None:
+        self._jobs, self._listener, self._announce = jobs, listener, announce
+        self._guard = Guard(scrape)
+        self.port: int = listener.getsockname()[1]
+
+    def run(self) -> None:
+        """Announce a link, and serve until a signal ends it."""
+        self._new_link()
+        config = uvicorn.Config(
+            self.app(),
+            log_level="error",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            http="h11",
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=1,
+        )
+        uvicorn.Server(config).run(sockets=[self._listener])
+
+    def _new_link(self) -> None:
+        self._announce(f"http://127.0.0.1:{self.port}/?token={self._guard.new_link()}")
+
+    def app(self) -> ASGIApp:
+        """The application."""
+        routes = [
+            Route("/api/jobs", self._answer(lambda _: {"jobs": self._jobs.summaries()})),
+            Route("/api/trials", self._answer(lambda _: {"trials": self._jobs.trials()})),
+            Route("/api/live", self._live_list),
+            Route("/api/jobs/{job}", self._of_job(lambda job, _: job.overview())),
+            Route("/api/jobs/{job}/events", self._of_job(lambda job, _: job.event_list())),
+            Route("/api/jobs/{job}/failures", self._of_job(lambda job, _: job.failure_list())),
+            Route("/api/jobs/{job}/graph", self._of_job(lambda job, _: job.graph())),
+            Route("/api/jobs/{job}/timeline", self._of_job(lambda job, _: job.timeline())),
+            Route("/api/jobs/{job}/metrics", self._of_job(_metrics)),
+            Route("/api/jobs/{job}/rank", self._of_job(lambda job, query: job.rank(*_who(query)))),
+            Route("/api/jobs/{job}/log", self._of_job(_log)),
+            Route("/api/jobs/{job}/search", self._of_job(_search)),
+            Route("/api/jobs/{job}/live", self._live_job),
+            Route("/metrics", self._scraped),
+            *(Route(path, _file(name, kind)) for path, (name, kind) in FILES.items()),
+        ]
+        return _Guarded(Starlette(routes=routes), self._guard, self.port, self._new_link)
+
+    def _answer(self, make: Callable[[Request], Plain]) -> Callable[[Request], Any]:
+        async def answer(request: Request) -> Response:
+            try:
+                return _json(await run_in_threadpool(make, request))
+            except (JobError, UsageError) as error:
+                return PlainTextResponse(str(error), 404)
+
+        return answer
+
+    def _of_job(self, make: Callable[[WatchedJob, Query], Plain]) -> Callable[[Request], Any]:
+        return self._answer(
+            lambda request: make(self._jobs.find(request.path_params["job"]), dict(request.query_params))
+        )
+
+    async def _scraped(self, request: Request) -> Response:
+        text = await run_in_threadpool(exposition, self._jobs, time.time())
+        return Response(text, media_type=CONTENT_TYPE)
+
+    async def _live_list(self, request: Request) -> Response:
+        return _stream(self._list_news())
+
+    async def _live_job(self, request: Request) -> Response:
+        try:
+            job = await run_in_threadpool(self._jobs.find, request.path_params["job"])
+        except JobError as error:
+            return PlainTextResponse(str(error), 404)
+        return _stream(_job_news(job))
+
+    async def _list_news(self) -> AsyncIterator[Plain | None]:
+        shown: Any = None
+        while True:
+            jobs = await run_in_threadpool(self._jobs.summaries)
+            yield {"jobs": jobs} if jobs != shown else None
+            shown = jobs
+            await asyncio.sleep(LIST_SECONDS)
+
+
+Query = dict[str, str]
+
+
+async def _job_news(job: WatchedJob) -> AsyncIterator[Plain | None]:
+    """The news of a job: the whole of it at first, then changes and new events."""
+    stamp: Any = None
+    shown: Plain = {}
+    number = 0
+    while True:
+        began = time.monotonic()
+        news: Plain | None = None
+        # The end of processes that leave no word changes no file.
+        if (now := job.stamp()) != stamp or shown["ended"] is None:
+            try:
+                view = await run_in_threadpool(job.view)
+            except JobError as error:
+                yield {"gone": str(error)}
+                return
+            change = {"all": view} if not shown else changes(shown, view)
+            events = (await run_in_threadpool(job.events_since, number)) if now != stamp else []
+            if stamp is None:
+                events = []
+            number, shown = job.events_so_far, view
+            if change or events or now != stamp:
+                news = {"change": change, "events": events}
+            stamp = now
+        yield news
+        took = time.monotonic() - began
+        await asyncio.sleep(min(max(LOOK_SECONDS, LOOK_SHARE * took), LONGEST_LOOK_SECONDS))
+
+
+def _stream(news: AsyncIterator[Plain | None]) -> Response:
+    """PageServer-sent events; None is nothing new."""
+
+    async def lines() -> AsyncIterator[str]:
+        said = time.monotonic()
+        async for each in news:
+            if each is not None:
+                yield f"data: {json.dumps(each, separators=(',', ':'))}\n\n"
+            elif time.monotonic() - said > KEEPALIVE_SECONDS:
+                yield ":\n\n"
+            else:
+                continue
+            said = time.monotonic()
+
+    return StreamingResponse(lines(), media_type="text/event-stream")
+
+
+def _json(value: Plain) -> Response:
+    return Response(json.dumps(value, separators=(",", ":")), media_type="application/json")
+
+
+def _file(name: str, kind: str) -> Callable[[Request], Any]:
+    content = (files("unirun.dashboard") / "static" / name).read_bytes()
+
+    async def answer(request: Request) -> Response:
+        return Response(content, media_type=kind)
+
+    return answer
+
+
+def _metrics(job: WatchedJob, query: Query) -> Plain:
+    return job.metrics("step" if query.get("axis") == "step" else "time")
+
+
+def _who(query: Query) -> tuple[str, int]:
+    return query.get("role", ""), _number(query, "rank")
+
+
+def _log(job: WatchedJob, query: Query) -> Plain:
+    before, after = (_number(query, name) if name in query else None for name in ("before", "after"))
+    return job.log(*_who(query), _log_file(query), before=before, after=after)
+
+
+def _search(job: WatchedJob, query: Query) -> Plain:
+    words = query.get("words", "")[:200]
+    if not words:
+        raise UsageError("a search needs words")
+    before = _number(query, "before") if "before" in query else None
+    return job.search(*_who(query), _log_file(query), words, before)
+
+
+def _log_file(query: Query) -> RankLog:
+    stream = query.get("stream", "")
+    if stream not in STREAMS:
+        raise UsageError("a log is stdout or stderr")
+    attempt, folder, incarnation = (_number(query, name) for name in ("attempt", "folder", "incarnation"))
+    return RankLog(attempt, folder, incarnation, stream, 0)
+
+
+def _number(query: Query, name: str) -> int:
+    text = query.get(name, "")
+    if not (text.isascii() and text.isdecimal()) or len(text) > 18:
+        raise UsageError(f"{name} is no number")
+    return int(text)
+
+
+class _Guarded:
+    """The application behind its guard. A request with the token of the link gets the cookie."""
+
+    def __init__(self, app: ASGIApp, guard: Guard, port: int, entered: Callable[[], None]) -> None:
+        self._app, self._guard, self._port, self._entered = app, guard, port, entered
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        request = Request(scope)
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        await self._respond(request, headers)(scope, receive, _with_headers(send))
+
+    def _respond(self, request: Request, headers: dict[str, str]) -> ASGIApp:
+        path = request.url.path
+        token = request.query_params.get("token") if path == "/" else None
+        if token is not None and (refused := foreign(request.method, headers, link=True)) is not None:
+            return PlainTextResponse(refused.why, refused.code)
+        if token is not None and self._guard.takes(token):
+            self._entered()
+            return HTMLResponse(WELCOME, headers={"set-cookie": self._guard.cookie(self._port)})
+        refused = self._guard.refusal(request.method, headers, self._port, metrics=path == "/metrics")
+        return self._app if refused is None else PlainTextResponse(refused.why, refused.code)
+
+
+def _with_headers(send: Send) -> Send:
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            ours = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+            message = {**message, "headers": [*message["headers"], *ours]}
+        await send(message)
+
+    return sent
+
+
+def listen(port: int) -> socket.socket:
+    """A socket on loopback; 0 is any free port. Raises `UsageError` for a port that is in use."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+    except OSError as error:
+        listener.close()
+        raise UsageError(
+            f"port {port} cannot be had: {(error.strerror or str(error)).lower()}", "choose another --port"
+        ) from error
+    return listener

@@ -1,0 +1,238 @@
+"""The jobs that the page shows: their files are read when somebody looks, and only what has changed."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+
+from msgspec import ValidationError, convert, to_builtins
+
+from unirun.dashboard.reading import RankLog, Tail, log_files, log_path, read_part, search
+from unirun.dashboard.series import Axis, Book
+from unirun.dashboard.views import (
+    Plain,
+    event_rows,
+    failure_rows,
+    graph_picture,
+    job_view,
+    rank_view,
+    story_rows,
+    timeline,
+)
+from unirun.errors import JobError
+from unirun.experiments.starting import job_of, phase_of, trials
+from unirun.observe.events import LoggedEvent
+from unirun.observe.jobdir import JobDir, all_jobs, job_at
+from unirun.observe.status import JobStatus, read_status, read_summary
+
+EVENTS = 50_000
+"""Events of a job that are kept; of more, the latest."""
+
+STEPS = "steps.jsonl"
+"""The metrics of a trial, in its directory."""
+
+FAILURES = 500
+"""Failures of a job that are shown; of more, the latest."""
+
+SHOWN_EVENTS = 2_000
+
+
+class WatchedJob:
+    """The files of one job. Several threads may ask at once."""
+
+    def __init__(self, job: JobDir) -> None:
+        self.job, self.born = job, birth(job)
+        self._lock = threading.Lock()
+        self._stamp = (0, 0)
+        self._status: JobStatus | None = None
+        self._view: Plain = {}
+        self._events: deque[LoggedEvent] = deque(maxlen=EVENTS)
+        self._event_tail, self._metric_tail = Tail(job.events), Tail(job.metrics)
+        self._book: Book | None = None
+        self._step_tail: Tail | None = None
+        self.events_so_far = 0
+        """Events that were read; the number of the next one."""
+
+    def stamp(self) -> tuple[int, int, int]:
+        """Changes when one of the files has. It costs three calls of the system."""
+        return (*_stamp(self.job.state), _size(self.job.events) + _size(self.job.metrics))
+
+    @property
+    def status(self) -> JobStatus:
+        """The status as it is now. Raises `JobError`."""
+        with self._lock:
+            return self._refreshed()
+
+    def _refreshed(self) -> JobStatus:
+        stamp = _stamp(self.job.state)
+        if self._status is None or stamp != self._stamp or self._status.ended is None:
+            status = (
+                read_status(self.job) if stamp != self._stamp or self._status is None else self._checked()
+            )
+            if status is not self._status:
+                self._status, self._stamp, self._view = status, stamp, {}
+        return self._status
+
+    def _checked(self) -> JobStatus:
+        """The status that was read before, unless the processes of the job are gone."""
+        assert self._status is not None
+        return self._status if self._status.phase == "lost" or self.job.alive() else read_status(self.job)
+
+    def view(self) -> Plain:
+        """The job as the page shows it. Raises `JobError`."""
+        with self._lock:
+            status = self._refreshed()
+            if not self._view:
+                self._view = job_view(status)
+            return self._view
+
+    def events(self) -> Sequence[LoggedEvent]:
+        """The events so far, the oldest first."""
+        with self._lock:
+            for line in self._event_tail.new():
+                with suppress(ValidationError):
+                    self._events.append(convert(line, LoggedEvent))
+                    self.events_so_far += 1
+            return tuple(self._events)
+
+    def events_since(self, number: int) -> list[Plain]:
+        """The events from a number on, without their details; at most the latest `SHOWN_EVENTS`."""
+        events = self.events()
+        count = min(max(self.events_so_far - number, 0), len(events), SHOWN_EVENTS)
+        return event_rows(events[len(events) - count :])
+
+    def book(self) -> Book:
+        """The metrics so far. Raises `JobError`."""
+        status = self.status
+        with self._lock:
+            if self._book is None:
+                self._book = Book(status.started)
+                roots = [root for root in trials("") if job_of(root) == status.run_id]
+                self._step_tail = Tail(roots[0] / STEPS) if roots else None
+            for line in self._metric_tail.new():
+                self._book.add_line(line)
+            for line in self._step_tail.new() if self._step_tail is not None else ():
+                self._book.add_step(line)
+            return self._book
+
+    # The contents of the parts of the page.
+
+    def overview(self) -> Plain:
+        """The job, and its latest events. Raises `JobError`."""
+        return {**self.view(), "events": self.events_since(self.events_so_far - 200)}
+
+    def event_list(self) -> Plain:
+        """The latest events."""
+        return {"events": self.events_since(0), "all": self.events_so_far}
+
+    def failure_list(self) -> Plain:
+        """The failures with their diagnoses. Raises `JobError`."""
+        return {"failures": failure_rows(self.events(), FAILURES), "failed": self.status.failed}
+
+    def graph(self) -> Plain:
+        """The picture of the calls. Raises `JobError`."""
+        return {"svg": graph_picture(self.status)}
+
+    def timeline(self) -> Plain:
+        """The spans of the ranks. Raises `JobError`."""
+        return timeline(self.status, self.events(), time.time())
+
+    def metrics(self, axis: Axis, wanted: Sequence[tuple[str, str]] | None = None) -> Plain:
+        """The names of all metrics, and the points of some of them or of all. Raises `JobError`."""
+        book = self.book()
+        names = book.names()
+        chosen = [(each["role"], each["name"]) for each in names] if wanted is None else wanted
+        points: Plain = to_builtins({"series": book.points(axis, chosen)})
+        return {"names": names, "too_many": book.too_many, "left_out": self._metric_tail.left_out, **points}
+
+    def rank(self, role: str, rank: int) -> Plain:
+        """One rank, its latest events and its logs. Raises `JobError`."""
+        found = rank_view(self.status, role, rank)
+        if found is None:
+            raise JobError(f"job {self.job.run_id} has no {role}:{rank}"[:200])
+        logs = [to_builtins(each) for each in log_files(self.job, self.status, role, rank)]
+        return {**found, "events": story_rows(self.events(), f"{role}:{rank}"), "logs": logs}
+
+    def log(
+        self, role: str, rank: int, log: RankLog, *, before: int | None = None, after: int | None = None
+    ) -> Plain:
+        """A part of a log. Raises `JobError`."""
+        path = log_path(self.job, self.status, role, rank, log)
+        try:
+            found: Plain = to_builtins(read_part(path, before=before, after=after))
+        except OSError as error:
+            raise JobError(f"this log of {role}:{rank} cannot be read: {error.strerror}") from error
+        return found
+
+    def search(self, role: str, rank: int, log: RankLog, words: str, before: int | None) -> Plain:
+        """The lines of a log that have these words. Raises `JobError`."""
+        path = log_path(self.job, self.status, role, rank, log)
+        try:
+            found: Plain = to_builtins(search(path, words, before))
+        except OSError as error:
+            raise JobError(f"this log of {role}:{rank} cannot be read: {error.strerror}") from error
+        return found
+
+
+def _stamp(path: os.PathLike[str]) -> tuple[int, int]:
+    try:
+        info = os.stat(path)
+    except OSError:
+        return (0, 0)
+    return (info.st_mtime_ns, info.st_ino)
+
+
+def _size(path: os.PathLike[str]) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+class Jobs:
+    """The jobs that the page may show: those of this user, or only some of them."""
+
+    def __init__(self, only: Sequence[str] = ()) -> None:
+        self.only = tuple(only)
+        self._watched: dict[str, WatchedJob] = {}
+        self._lock = threading.Lock()
+
+    def find(self, run_id: str) -> WatchedJob:
+        """The job with this id. Raises `JobError` for one that is not to be shown, and one without files."""
+        if self.only and run_id not in self.only:
+            raise JobError("this page does not show that job")
+        job = job_at(run_id)
+        if not job.path.is_dir() or job.path.is_symlink():
+            raise JobError(f"no job is called {run_id}")
+        with self._lock:
+            known = self._watched.get(run_id)
+            # Another job may have taken the id.
+            if known is None or known.born != birth(job):
+                known = self._watched[run_id] = WatchedJob(job)
+            return known
+
+    def summaries(self) -> list[Plain]:
+        """The jobs in short, the newest first. One without a status is left out."""
+        found: list[Plain] = []
+        for job in all_jobs():
+            if not self.only or job.run_id in self.only:
+                with suppress(JobError):
+                    found.append(to_builtins(read_summary(job)))
+        return found[::-1]
+
+    def trials(self) -> list[Plain]:
+        """The trials of experiments, and their jobs."""
+        return [
+            {"experiment": root.parts[-2], "trial": root.parts[-1], "phase": phase_of(job), "job": job}
+            for root in trials("")
+            if (job := job_of(root)) and (not self.only or job in self.only)
+        ]
+
+
+def birth(job: JobDir) -> tuple[int, int]:
+    """Distinguishes the directory of a job from a later one with its name."""
+    return _stamp(job.token)
