@@ -97,7 +97,9 @@ SECTIONS = {
     "A function on many ranks": [
         "train.Trainer",
         "train.TrainingIterator",
+        "train.Result",
         "train.CheckpointStrategy",
+        "train.TorchConfig",
         "train.trainer.to_trainable",
         "train.Trainable",
         "train.trainer.resume",
@@ -105,12 +107,19 @@ SECTIONS = {
     ],
     "In a training function": [
         *("train.report", "train.save_checkpoint", "train.load_checkpoint", "train.should_stop"),
+        "train.checkpoint_files",
         "train.get_dataset_shard",
         *("train.prepare_model", "train.prepare_data_loader", "train.prepare_optimizer", "train.backward"),
         *("train.accelerate", "train.enable_reproducibility", "train.unwrap", "train.device"),
         *("train.world_rank", "train.local_rank", "train.world_size", "train.config", "train.in_worker"),
     ],
-    "Datasets of a training run": ["train.Shard", "train.Loader", "train.Files", "train.kfold"],
+    "Datasets of a training run": [
+        "train.Shard",
+        "train.Loader",
+        "train.Files",
+        "train.kfold",
+        "train.to_cv",
+    ],
     "Callbacks of a training run": [
         "train.TrainingCallback",
         "train.ProgressCallback",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         prepare_optimizer,
         unwrap,
     )
-    from unirun.train.backends import Backend, NoBackend
+    from unirun.train.backends import Backend, NoBackend, TorchConfig
     from unirun.train.builder import DLJobBuilder, JobBuilder, RLJobBuilder
     from unirun.train.callbacks import (
         CsvLoggerCallback,
@@ -32,10 +32,12 @@ if TYPE_CHECKING:
         WandbCallback,
     )
     from unirun.train.checkpoints import CheckpointStrategy
-    from unirun.train.data import Files, Loader, Shard, kfold
+    from unirun.train.data import Files, Loader, Shard, kfold, to_cv
     from unirun.train.job import Job, JobHandle, attach
+    from unirun.train.result import Result
     from unirun.train.running import TrainingIterator
     from unirun.train.session import (
+        checkpoint_files,
         config,
         get_dataset_shard,
         in_worker,
@@ -64,8 +66,10 @@ __all__ = [
     "NoBackend",
     "ProgressCallback",
     "RLJobBuilder",
+    "Result",
     "Shard",
     "TensorBoardCallback",
+    "TorchConfig",
     "Trainable",
     "Trainer",
     "TrainingCallback",
@@ -74,6 +78,7 @@ __all__ = [
     "accelerate",
     "attach",
     "backward",
+    "checkpoint_files",
     "config",
     "device",
     "enable_reproducibility",
@@ -88,6 +93,7 @@ __all__ = [
     "report",
     "save_checkpoint",
     "should_stop",
+    "to_cv",
     "unwrap",
     "world_rank",
     "world_size",
@@ -104,7 +110,7 @@ _HOMES = {
         "prepare_optimizer",
         "unwrap",
     ),
-    "backends": ("Backend", "NoBackend"),
+    "backends": ("Backend", "NoBackend", "TorchConfig"),
     "builder": ("DLJobBuilder", "JobBuilder", "RLJobBuilder"),
     "callbacks": (
         "CsvLoggerCallback",
@@ -116,8 +122,9 @@ _HOMES = {
         "WandbCallback",
     ),
     "checkpoints": ("CheckpointStrategy",),
-    "data": ("Files", "Loader", "Shard", "kfold"),
+    "data": ("Files", "Loader", "Shard", "kfold", "to_cv"),
     "session": (
+        "checkpoint_files",
         "config",
         "get_dataset_shard",
         "in_worker",
@@ -130,6 +137,7 @@ _HOMES = {
         "world_size",
     ),
     "job": ("Job", "JobHandle", "attach"),
+    "result": ("Result",),
     "running": ("TrainingIterator",),
     "trainer": ("Trainable", "Trainer"),
 }
@@ -139,7 +147,11 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'unirun.train' has no attribute {name!r}")
+        from unirun.train.familiar import FUNCTIONS, elsewhere
+
+        message = elsewhere("module 'unirun.train'", name, FUNCTIONS)
+        # Of an AttributeError ``from unirun.train import …`` would drop the message.
+        raise ImportError(message) if name in FUNCTIONS else AttributeError(message)
     found = getattr(importlib.import_module(f"unirun.train.{_HOME[name]}"), name)
     globals()[name] = found
     return found

@@ -56,14 +56,43 @@ def check_writable(url: str) -> None:
         raise UsageError(f"logdir {url} cannot be written: {error.strerror}", "give another one") from error
 
 
-def next_run(logdir: str) -> tuple[str, str]:
-    """The folder of the next run, and that of its callbacks: in the same place, or in a directory of this
-    host if that is elsewhere. No two trainers get the same. Raises OSError."""
+FINISHED = "finished"
+"""The file in the directory of a run whose function has returned."""
+
+
+def runs_in(logdir: str) -> dict[int, str]:
+    """The folders of the runs, by their numbers, in ascending order. Raises OSError."""
     files, root = fsspec.url_to_fs(logdir)
     found = files.ls(root, detail=False, refresh=True) if files.exists(root) else []
-    names = (str(path).rstrip("/").rpartition("/")[2] for path in found)
+    names = sorted(str(path).rstrip("/").rpartition("/")[2] for path in found)
     runs = (re.fullmatch(r"run_(\d{3,})(-[0-9a-f]{8})?", name) for name in names)
-    number = max((int(run[1]) for run in runs if run is not None), default=0) + 1
+    numbers = {int(run[1]): f"{logdir.rstrip('/')}/{run[0]}" for run in runs if run is not None}
+    return {number: numbers[number] for number in sorted(numbers)}
+
+
+def left_unfinished(logdir: str) -> str:
+    """The last run, if its function has not returned and it has a checkpoint; empty if not. Raises OSError."""
+    (last,) = [*runs_in(logdir).values()][-1:] or [""]
+    if not last:
+        return ""
+    files, root = fsspec.url_to_fs(last)
+    return last if not files.exists(f"{root}/{FINISHED}") and Folder(f"{last}/checkpoints").infos() else ""
+
+
+def mark_finished(url: str) -> None:
+    """Note that the function of a run has returned. Raises OSError."""
+    files, root = fsspec.url_to_fs(url)
+    files.pipe_file(f"{root}/{FINISHED}", b"")
+
+
+def next_run(logdir: str, again: int | None = None) -> tuple[str, str]:
+    """The folder of the next run, or that of the run `again` if there is one, and that of its callbacks: in the same
+    place, or in a directory of this host if that is elsewhere. No two trainers get the same new one. Raises OSError."""
+    runs = runs_in(logdir)
+    if again in runs:
+        url = runs[again]
+        return url, tempfile.mkdtemp(prefix="unirun-run-") if "://" in logdir else url
+    number = max(runs, default=0) + 1
     while True:
         url = f"{logdir.rstrip('/')}/run_{number:03}"
         if "://" in logdir:
@@ -120,7 +149,12 @@ def directory(logdir: Any) -> str:
 
 
 def datasets(dataset: Any) -> dict[str | None, Any]:
-    """Datasets by name; None: the only one."""
+    """Datasets by name; None: the only one. Raises `UsageError`, also for a tuple, which RaySGD takes as several."""
+    if isinstance(dataset, tuple):
+        raise UsageError(
+            f"dataset is a tuple of {len(dataset)}",
+            "give several datasets as a dict by name, {'train': a, 'val': b}, and the samples of one as a list",
+        )
     found = dict(dataset) if isinstance(dataset, Mapping) else {} if dataset is None else {None: dataset}
     for name, each in found.items():
         if name is not None:
@@ -130,6 +164,20 @@ def datasets(dataset: Any) -> dict[str | None, Any]:
             continue
         source_of("dataset" if name is None else name, each, shuffle=False, seed=0, block=1)
     return found
+
+
+def checked_rank(called: tuple[Any, ...], most: int) -> tuple[int, Any]:
+    """The rank and the function that `execute_single` is given. Raises `UsageError`."""
+    rank, *rest = called
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < most:
+        raise UsageError(
+            f"execute_single: rank {rank!r}", f"give a number from 0 to {most - 1}, or leave it out"
+        )
+    if not rest or not callable(rest[0]):
+        raise UsageError(
+            "execute_single: there is no function", "write execute_single(rank, function, *args)"
+        )
+    return rank, rest[0]
 
 
 def name_of(function: Any) -> str:

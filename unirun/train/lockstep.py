@@ -19,9 +19,9 @@ class Reported(Value):
     """The report of a rank with this `number`, from 1 on. `pending` is the checkpoint that counts when it does. The one
     after the last has `ended`: the function has returned.
 
-    `saves` is the number of checkpoints that the rank has saved in this attempt before it. `together`: each of them
-    needs all ranks, as it has the positions of datasets. `sharded`: each rank has written a part. `outline` is the
-    outline of the first one (`checkpoints.state.outline`), sent with the report that follows it.
+    `saves` is the number of checkpoints that the rank has saved in this attempt before it. `together`: the last of them
+    needs all ranks, as it has files, or the positions of datasets. `sharded`: each rank has written a part. `outline`
+    is the outline of the first one (`checkpoints.state.outline`), sent with the report that follows it.
     """
 
     number: int
@@ -76,6 +76,12 @@ class Lockstep:
         self._lags = lags
         if wrong:
             raise _unequal(said, sorted(wrong))
+        if not lags and (apart := _apart(said)):
+            raise TrainingFailed(
+                f"rank{'s' * (len(apart) > 1)} {show_ranks(apart)} and rank 0 have not saved alike: with a dataset or "
+                "with files=, and without",
+                "every rank passes files= to save_checkpoint, [] where it has none, and reads the datasets",
+            )
         self.dropped = dropped(said)
         return None if finished else tuple(each.metrics for each in said), said[0].pending
 
@@ -97,6 +103,14 @@ def _lags(said: Sequence[Reported]) -> dict[int, int]:
         for rank, each in enumerate(said)
         if each.saves > own.saves or (own.together and each.saves < own.saves)
     }
+
+
+def _apart(said: Sequence[Reported]) -> list[int]:
+    """The ranks whose last checkpoint needs all ranks, and that of rank 0 does not, or the other way round."""
+    own = said[0]
+    return [
+        rank for rank, each in enumerate(said) if each.saves == own.saves and each.together != own.together
+    ]
 
 
 def _unequal(said: Sequence[Reported], wrong: Sequence[int]) -> TrainingFailed:

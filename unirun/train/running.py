@@ -28,11 +28,13 @@ from unirun.errors import (
     WorkerLost,
 )
 from unirun.roles import InvocationRef, RoleGroup, wait
-from unirun.train.arguments import name_of, unsendable
+from unirun.train.arguments import mark_finished, name_of, unsendable
 from unirun.train.callbacks import Callbacks
+from unirun.train.callbacks.base import numbers
 from unirun.train.checkpoints import Info, skipped
 from unirun.train.lockstep import Lockstep, Round
 from unirun.train.losses import Repeats, is_loss, kind_of
+from unirun.train.result import Result
 from unirun.train.worker import Attempt, Program, RunTask
 from unirun.train.workers import Workers
 from unirun.wire.reporting import report
@@ -291,6 +293,9 @@ class TrainingIterator:
         self._repeats, self._reached = Repeats(), (0, 0)
         self._grown = now()
         self._held: Round | None = None
+        self._last: dict[str, Any] = {}
+        self._history: list[dict[str, float]] = []
+        self._error: BaseException | None = None
         self._results: list[Any] | None = None
         self._of_callback: Exception | None = None
         self._finished = self._dropped = self._start_verified = False
@@ -329,6 +334,10 @@ class TrainingIterator:
             raise UsageError("the run is not finished", "iterate to its end, or pass force=True")
         return list(self._results)
 
+    def get_returns(self) -> list[Any]:
+        """`get_final_results`, as RaySGD spells it."""
+        return self.get_final_results()
+
     @property
     def latest(self) -> Info | None:
         """The last checkpoint that was committed in this run."""
@@ -339,6 +348,16 @@ class TrainingIterator:
         """The path or URL of the best checkpoint of those that are kept; None without one."""
         found = self._task.strategy.best(self.checkpoints)
         return found.path if found is not None else None
+
+    @property
+    def url(self) -> str:
+        """The directory of the run."""
+        return self._task.url.removesuffix("/checkpoints")
+
+    @property
+    def result(self) -> Result:
+        """Its outcome until now."""
+        return Result(self.url, self._last, self._history, self.checkpoints, self.best, self._error)
 
     def close(self) -> None:
         """End the run. If another thread iterates at this moment, that raises `TrainingFailed`."""
@@ -376,6 +395,7 @@ class TrainingIterator:
                 if failed is not None:
                     self._count(*failed)
             self._finished = True
+            mark_finished(self.url)
         except GeneratorExit:
             raise
         except Exception as raised:
@@ -388,6 +408,7 @@ class TrainingIterator:
             error = raised
             raise
         finally:
+            self._error = error
             self._callbacks.finish(error)
 
     def _count(self, cause: Exception, world: int) -> None:
@@ -591,6 +612,8 @@ class TrainingIterator:
         """A round, numbered, after the callbacks have had it."""
         self._iteration += 1
         found = [{**each, "_training_iteration": self._iteration} for each in results]
+        self._last = found[0]
+        self._history.append(numbers(found[0]))
         try:
             self._callbacks.handle(found)
         except Exception as error:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import os
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,12 +32,15 @@ from unirun.train.checkpoints import (
     Info,
     Manifest,
     encode,
+    files_in,
     is_sharded,
     load,
+    named,
     outline,
     plain_state,
     put_into,
     snapshot,
+    unnamed,
 )
 from unirun.train.data import Consumed, Loader, Shard, sharded
 from unirun.train.lockstep import Reported
@@ -105,6 +110,7 @@ class Session:
         self._next = Reported(1)
         """The next report, as far as it is known."""
         self._loaded = resume is None
+        self._fetched: tempfile.TemporaryDirectory[str] | None = None
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Hand `metrics` to the driver. Waits while it has not taken those before."""
@@ -190,11 +196,12 @@ class Session:
         if self._interrupted:
             raise Interrupted(self._interrupted)
 
-    def save(self, state: Mapping[str, Any]) -> None:
-        """Save a checkpoint."""
+    def save(self, state: Mapping[str, Any], files: Any = None) -> None:
+        """Save a checkpoint, with files if there are any."""
         self._check_run("save_checkpoint")
         self.check()
-        if state:
+        added = None if files is None else files_in(files)
+        if state or added:
             # Without one it has nothing to load: the positions of datasets are all that it saves.
             self._check_loaded()
         else:
@@ -202,7 +209,8 @@ class Session:
         shares = {name: shard.progress for name, shard in self._shards.items()}
         if self._writer is not None:
             with page().allowance(SAVE_SECONDS):
-                self._count_saved(self._writer.save(state, shares), together=bool(shares))
+                saved = self._writer.save(state, shares, added)
+                self._count_saved(saved, together=bool(shares) or added is not None)
         self._saves += 1
         self._reseed(self._saves)
 
@@ -238,6 +246,17 @@ class Session:
         torch.use_deterministic_algorithms(True)
         self._reseed = reseed
         reseed(self._saves)
+
+    def files(self, rank: int) -> Path | None:
+        """The directory with the files that a rank has added to the checkpoint that the run goes on from."""
+        self.check()
+        self._loaded = True
+        if not isinstance(self._resume, tuple):
+            return None
+        if self._fetched is None:
+            self._fetched = tempfile.TemporaryDirectory(prefix="unirun-files-")
+        folder, manifest = self._resume
+        return folder.fetch(manifest, rank, self._fetched.name)
 
     def load(self, into: dict[str, Any] | None) -> dict[str, Any] | None:
         """The state that the run goes on from; None at the beginning."""
@@ -325,6 +344,8 @@ class Session:
             torch.use_deterministic_algorithms(self._deterministic)
         if self._writer is not None:
             self._writer.close()
+        if self._fetched is not None:
+            self._fetched.cleanup()
 
 
 def _are_alike(one: DataLoader[Any], other: DataLoader[Any]) -> bool:
@@ -379,12 +400,12 @@ class Alone(Session):
         check_names(metrics)
         report_error("report: " + ", ".join(f"{name}={value}" for name, value in metrics.items()))
 
-    def save(self, state: Mapping[str, Any]) -> None:
+    def save(self, state: Mapping[str, Any], files: Any = None) -> None:
         """Only check that it can be saved: there is no run that would go on from it."""
         whole = plain_state(state)
         if not is_sharded(whole):
             encode(whole, os.devnull)
-        super().save(state)
+        super().save(state, files)
 
     def begin_seeds(self, reseed: Callable[[int], None]) -> None:
         """The same, from the numbers of the first call on."""
@@ -427,19 +448,25 @@ def in_worker() -> bool:
     return _session is not None
 
 
-def report(**metrics: Any) -> None:
+def report(metrics: Mapping[str, Any] | None = None, /, **named: Any) -> None:
     """Report `metrics` of this rank to the driver: its callbacks, and who iterates over the run.
 
     Every rank reports equally often: the first report of each is matched with the first one of the others, and so on.
     Added are ``_timestamp`` (seconds since the epoch), ``_time_this_iter_s``, ``_training_iteration`` (from 1 on), and
     ``_data_wait`` with datasets: the share of that time for which their loops have waited for data. Returns at once,
-    unless the driver is two reports behind. Raises `UsageError` for a name that begins with an underscore.
+    unless the driver is two reports behind. Metrics may also be a dict, as Ray Train has them. Raises `UsageError` for
+    a name that begins with an underscore.
     """
-    session().report(metrics)
+    session().report({**(metrics or {}), **named})
 
 
-def save_checkpoint(**state: Any) -> None:
-    """Save a checkpoint: tensors, state dicts, modules, optimizers, plain data. Every rank calls it.
+def save_checkpoint(state: Any = None, /, *, files: Any = None, **values: Any) -> None:
+    """Save a checkpoint: tensors, state dicts, modules, optimizers, plain data by name. Every rank calls it. A tuple,
+    as in ``save_checkpoint((model, optimizer))``, is loaded as one.
+
+    `files` are files of this rank that are copied into the checkpoint: a directory, of which they have their paths, or
+    a list of files and directories, which have their own names. Every rank passes them, ``[]`` for none;
+    `checkpoint_files` returns them.
 
     A copy is made at once and written beside training. Modules and optimizers stand for their state dicts, without the
     wrappers of DistributedDataParallel and torch.compile. It is the state of rank 0 that is kept; when some tensor is a
@@ -452,10 +479,17 @@ def save_checkpoint(**state: Any) -> None:
     `UsageError` for what cannot be pickled, and what writing the checkpoint before has raised. Outside a `Trainer`
     nothing is kept.
     """
-    session().save(state)
+    session().save(named(state, values), files)
 
 
-def load_checkpoint(into: dict[str, Any] | None = None) -> dict[str, Any] | None:
+def checkpoint_files(rank: int = 0) -> Path | None:
+    """The directory with the files that a rank has added to the checkpoint that the run goes on from
+    (``save_checkpoint(files=…)``); None if it has added none, when the run begins, and outside a `Trainer`. Files
+    behind a URL are copied to this host until the attempt is over."""
+    return session().files(rank)
+
+
+def load_checkpoint(into: Any = None) -> Any:
     """The state of the checkpoint that the run goes on from; None when it begins, and outside a `Trainer`.
 
     Models, optimizers, schedulers and the like in `into` are changed to what was saved under their name, and plain
@@ -465,9 +499,11 @@ def load_checkpoint(into: dict[str, Any] | None = None) -> dict[str, Any] | None
         first = state["epoch"] + 1 if state else 0
 
     A sharded checkpoint is read into whatever parts this rank has, without `into` as whole tensors on the CPU, all of
-    them. Raises `CheckpointDamaged`, and `UsageError` for a name that it does not have.
+    them. What was saved as a tuple is loaded into one of the same shape, and returned as
+    one. Raises `CheckpointDamaged`, and `UsageError` for a name that it does not have.
     """
-    return session().load(into)
+    state = session().load(None if into is None else named(into, {}))
+    return None if state is None else unnamed(state)
 
 
 def should_stop() -> bool:

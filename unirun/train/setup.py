@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unirun.errors import UsageError
+from unirun.train.backends import GROUP_TIMEOUT
 from unirun.values import Value
 
 ROLE = "worker"
@@ -27,7 +28,7 @@ second one, for a second: so not in each of them, and not again in one that come
 class Setup(Value):
     """The request of a trainer: from `least` to `most` ranks with so many `slots` of a `device` each (None: a
     place for one process), a `backend`, environment variables, and options of the ``unirun`` command. With
-    `devices`, no others than these."""
+    `devices`, no others than these. `group_timeout` is the timeout of the process group, in seconds."""
 
     least: int
     most: int
@@ -37,6 +38,7 @@ class Setup(Value):
     env: Mapping[str, str] = {}
     options: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
+    group_timeout: float = GROUP_TIMEOUT
 
     def job_file(self, name: str) -> dict[str, Any]:
         """The job, as a job file has it."""
@@ -59,8 +61,22 @@ class Setup(Value):
             "roles": {ROLE: role},
             "preload": [*PRELOAD] if self.most > 1 else [*PRELOAD[:1]],
             "call_timeout": NO_LIMIT,
-            "config": {"backend": self.backend},
+            "config": {"backend": self.backend, "group_timeout": self.group_timeout},
         }
+
+    def __str__(self) -> str:
+        """The request in words, as ``print(trainer)`` has it before the workers start."""
+        most = str(self.most) if self.most < MANY else "any number of"
+        ranks = f"{self.least}" if self.least == self.most else f"{self.least} to {most}"
+        return f"{ranks} workers with {self.resources} each, backend {self.backend}"
+
+    @property
+    def resources(self) -> str:
+        """The resources of each rank, in words."""
+        threads = int(self.env.get("OMP_NUM_THREADS", 1)) if self.device == "cuda" else 0
+        found = [(self.slots, "GPU")] if self.device == "cuda" else []
+        found += [] if threads == 1 else [(threads or self.slots, "CPU")]
+        return " and ".join(f"{number} {name}{'s' * (number > 1)}" for number, name in found)
 
 
 def range_of(num_workers: Any) -> tuple[int, int]:
@@ -77,12 +93,38 @@ def range_of(num_workers: Any) -> tuple[int, int]:
     return least, most
 
 
+def requested(
+    use_gpu: bool,
+    resources: Mapping[str, float] | None,
+    cpus_per_worker: int | None = None,
+    gpus_per_worker: int | None = None,
+) -> tuple[bool, Mapping[str, float]]:
+    """`use_gpu` and `resources_per_worker` as they follow from these and from RaySGD's arguments. Raises
+    `UsageError`."""
+    found: Mapping[str, float] = {} if resources is None else resources
+    if not isinstance(found, Mapping):
+        raise UsageError(f"resources_per_worker is a {type(found).__name__}", "give a dict, {'CPU': 1}")
+    for name, number in (("CPU", cpus_per_worker), ("GPU", gpus_per_worker)):
+        if number is not None:
+            if name in found and found[name] != number:
+                raise UsageError(
+                    f"{name.lower()}s_per_worker={number!r}, and resources_per_worker has {found[name]!r}",
+                    "give one of them",
+                )
+            found = {**found, name: number}
+    return use_gpu or bool(gpus_per_worker), found
+
+
+def threads_of(resources: Mapping[str, float]) -> dict[str, str]:
+    """The variable by which ranks with GPUs have as many threads as processors. Ranks without are bound to theirs."""
+    cpus = int(resources.get("CPU", 1))
+    return {"OMP_NUM_THREADS": str(cpus)} if cpus > 1 else {}
+
+
 def resources_of(use_gpu: bool, resources: Mapping[str, float]) -> tuple[str | None, int]:
     """The type of device, and how many each rank has. Raises `UsageError`."""
     if not isinstance(use_gpu, bool):
         raise UsageError(f"use_gpu={use_gpu!r}", "it is True or False")
-    if not isinstance(resources, Mapping):
-        raise UsageError(f"resources_per_worker is a {type(resources).__name__}", "give a dict, {'CPU': 1}")
     unknown = resources.keys() - {"CPU", "GPU"}
     if unknown:
         raise UsageError(f"resources_per_worker has {min(map(repr, unknown))}", "it has CPU and GPU")

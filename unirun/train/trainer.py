@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn, overload
 
 from msgspec.structs import replace
 
@@ -29,21 +29,25 @@ from unirun.spec.read import show_size
 from unirun.train.arguments import (
     check_failures,
     check_writable,
+    checked_rank,
     checkpoint_of,
     datasets,
     directory,
     environment,
+    left_unfinished,
     name_of,
     next_run,
     require,
     takes_config,
 )
-from unirun.train.backends import find_backend
+from unirun.train.backends import TorchConfig, configured, find_backend
 from unirun.train.callbacks import Callbacks, TrainingCallback
 from unirun.train.callbacks.base import numbers
-from unirun.train.checkpoints import CheckpointStrategy
+from unirun.train.checkpoints import CheckpointStrategy, state_at
+from unirun.train.familiar import TRAINERS, elsewhere, refuse_arguments
+from unirun.train.result import Result
 from unirun.train.running import Attempts, TrainingIterator
-from unirun.train.setup import MANY, Setup, options_of, range_of, resources_of
+from unirun.train.setup import Setup, options_of, range_of, requested, resources_of, threads_of
 from unirun.train.worker import RunTask, cell_of
 from unirun.train.workers import Workers
 from unirun.wire.reporting import report
@@ -129,6 +133,7 @@ def another(trainer: Trainer, setup: Setup | None = None) -> Trainer:
     other._logdir = trainer._logdir and f"{trainer._logdir.rstrip('/')}/{secrets.token_hex(3)}"
     other._attempts = other._run = other._finalizer = None
     other._trainables, other.logdir = weakref.WeakSet(), ""
+    other._resume, other._runs = False, 0
     return other
 
 
@@ -451,8 +456,8 @@ def _is_function(value: Any) -> bool:
 COLUMNS = ("RANK", "NODE", "PID", "DEVICES", "CPU", "MEMORY", "STATE")
 
 
-def table(status: JobStatus, described: Sequence[Mapping[str, Any]], backend: str) -> str:
-    """One line for each worker. `described` is what each says of itself, or nothing."""
+def table(status: JobStatus, described: Sequence[Mapping[str, Any]], backend: str, each: str) -> str:
+    """One line for each worker. `described` is what each says of itself, or nothing; `each` has these resources."""
     (role,) = status.roles
     rows = [COLUMNS]
     for worker in role.workers:
@@ -473,7 +478,7 @@ def table(status: JobStatus, described: Sequence[Mapping[str, Any]], backend: st
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
-    head = f"Trainer {status.run_id}: {len(role.workers)} workers, backend {backend}"
+    head = f"Trainer {status.run_id}: {len(role.workers)} workers with {each} each, backend {backend}"
     return "\n".join([head, *lines])
 
 
@@ -500,10 +505,14 @@ class Trainer:
     are given up then, and nodes that come are used from a checkpoint on, at most once in `grow_every` seconds.
 
     `backend` is ``"torch"`` (nccl with `use_gpu`, else gloo), ``"gloo"``, ``"nccl"``, ``"none"``, or that of a package
-    (`Backend`). `resources_per_worker` has ``CPU`` and ``GPU``, for each rank. `logdir` is where runs keep their
-    checkpoints and what callbacks write: a path, or a URL that fsspec knows; by default a directory below
-    ``$UNIRUN_HOME/train``. A run survives `max_failures` losses of workers and exceptions of the types in
-    `retry_exceptions`, together (-1: any number).
+    (`Backend`); `backend_args` is a `TorchConfig`. `resources_per_worker` has ``CPU`` and ``GPU``, for each rank, as
+    `cpus_per_worker` and `gpus_per_worker` have; with GPUs the processors are threads of torch.
+
+    `logdir` is where runs keep their checkpoints and what callbacks write: a path, or a URL that fsspec knows; by
+    default a directory below ``$UNIRUN_HOME/train``. With `resume` the first run of this trainer goes on in the
+    directory of the first one in `logdir`, from its last checkpoint, the second one in that of the second, and so on:
+    so a script whose process was killed is started again as it is. A run survives `max_failures` losses of workers and
+    exceptions of the types in `retry_exceptions`, together (-1: any number).
 
     `placement` says where workers run: the hosts of ``unirun --hosts`` (``"h1:4,h2:4"``), an inventory
     (``"fake:nodes=2,devices=2"``), or a dict of any options of the command, as ``{"hosts": "h1,h2", "interface":
@@ -526,18 +535,38 @@ class Trainer:
         store: str = "",
         env: Mapping[str, str] | None = None,
         grow_every: float = GROW_INTERVAL,
+        cpus_per_worker: int | None = None,
+        gpus_per_worker: int | None = None,
+        backend_args: TorchConfig | None = None,
+        resume: bool = False,
+        **unknown: Never,
     ) -> None:
+        refuse_arguments("Trainer", unknown)
         least, most = range_of(num_workers)
-        device, slots = resources_of(use_gpu, {} if resources_per_worker is None else resources_per_worker)
+        use_gpu, resources = requested(use_gpu, resources_per_worker, cpus_per_worker, gpus_per_worker)
+        device, slots = resources_of(use_gpu, resources)
+        backend, timeout = configured(backend, backend_args)
         check_failures(max_failures, retry_exceptions, grow_every)
         self._decode = find_backend(backend, use_gpu=use_gpu)().decode_data
         # Without GPUs of their own they see none: `torch.cuda.is_available()` tells the truth.
-        hidden = {} if use_gpu else {"CUDA_VISIBLE_DEVICES": ""}
-        options = options_of(placement, store)
-        self._setup = Setup(least, most, backend, device, slots, {**hidden, **environment(env)}, options)
+        own = threads_of(resources) if use_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+        self._setup = Setup(
+            least,
+            most,
+            backend,
+            device,
+            slots,
+            {**own, **environment(env)},
+            options_of(placement, store),
+            group_timeout=timeout,
+        )
         self._max_failures, self._retry = max_failures, tuple(retry_exceptions)
         self._grow_every = grow_every
         self._logdir = directory(logdir)
+        require("resume", resume, bool, "it is True or False")
+        if resume and not self._logdir:
+            raise UsageError("resume=True without a logdir", "give the logdir in which the runs are")
+        self._resume, self._runs = resume, 0
         self._attempts: Attempts | None = None
         self._hook: Callable[[], Any] | None = None
         self._kind: Callable[[], Any] | None = None
@@ -643,7 +672,7 @@ class Trainer:
             # One that was not iterated to its end.
             self._run.close()
         attempts = self._started()
-        url, local = next_run(self.logdir)
+        url, local = self._next_run()
         own = dict(config or {})
         self._run = TrainingIterator(
             attempts,
@@ -659,8 +688,23 @@ class Trainer:
         )
         return self._run
 
+    def _next_run(self) -> tuple[str, str]:
+        """The folder of the next run and that of its callbacks."""
+        self._runs += 1
+        left = left_unfinished(self.logdir) if self._logdir and self._runs == 1 else ""
+        if left and not self._resume:
+            report(
+                f"unirun: the run in {left} was not finished; Trainer(…, resume=True) goes on from its checkpoint"
+            )
+        return next_run(self.logdir, self._runs if self._resume else None)
+
     run_generator = run_iterator
     to_trainable = to_trainable
+
+    @property
+    def result(self) -> Result | None:
+        """The outcome of the last run: metrics, a data frame, checkpoints, its directory; None before one."""
+        return self._run.result if self._run is not None else None
 
     @property
     def latest_checkpoint(self) -> str | None:
@@ -672,6 +716,15 @@ class Trainer:
     def best_checkpoint_path(self) -> str | None:
         """The path or URL of its best checkpoint, as its strategy has it; None without one."""
         return self._run.best if self._run is not None else None
+
+    def get_last_checkpoint(self) -> Any:
+        """The state of the last checkpoint of the last run, with tensors on the CPU; None without one. Raises
+        `CheckpointDamaged`."""
+        path = self.latest_checkpoint
+        return None if path is None else state_at(path)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(elsewhere("a Trainer", name, TRAINERS))
 
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call `function` in all ranks, and return the results in rank order. It gets the object of `start` first, if
@@ -687,10 +740,18 @@ class Trainer:
         self._leave_run()
         return self._started().execute_async(function, args, kwargs)
 
-    def execute_single(self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `function` in one rank."""
+    @overload
+    def execute_single(self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
+
+    @overload
+    def execute_single(self, rank: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
+
+    def execute_single(self, rank: int | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function in one rank: ``execute_single(1, f)``; without a number in rank 0."""
         self._leave_run()
-        return self._started().execute_single(rank, function, args, kwargs)
+        called = (rank, *args) if not callable(rank) else (0, rank, *args)
+        number, function = checked_rank(called, self._setup.most)
+        return self._started().execute_single(number, function, called[2:], kwargs)
 
     def shutdown(self) -> None:
         """End the workers, also those of its trainables. `run` would start others."""
@@ -713,15 +774,13 @@ class Trainer:
     def __str__(self) -> str:
         """A table of the workers: where they are, their devices, processor time, memory and state."""
         if self._attempts is None:
-            least, most = self._setup.least, self._setup.most
-            ranks = f"{least}" if least == most else f"{least} to {most if most < MANY else 'any number of'}"
-            return f"Trainer of {ranks} workers, backend {self._setup.backend}, not started"
+            return f"Trainer of {self._setup}, not started"
         workers = self._attempts.workers
         try:
             described = workers.group.describe()
         except WorkerLost:
             described = []
-        return table(workers.status(), described, self._setup.backend)
+        return table(workers.status(), described, self._setup.backend, self._setup.resources)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """In a notebook it shows itself as a table."""

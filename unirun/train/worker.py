@@ -89,7 +89,7 @@ class TrainWorker(BaseWorkload):
 
     def __init__(self, master_handle: MasterHandle, config: Any) -> None:
         super().__init__(master_handle, config)
-        self._backend = find_backend(config.backend)()
+        self._backend = find_backend(config.backend, timeout=config.group_timeout)()
         self._session: Session | None = None
         self._attempt = 0
         self._begun = threading.Condition()

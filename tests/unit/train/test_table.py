@@ -26,9 +26,11 @@ def own(pid: int, devices: str = "") -> dict[str, Any]:
 
 
 def test_each_worker_has_a_line_with_what_it_says_of_itself() -> None:
-    shown = table(status(worker(0), worker(1, node="node12")), [own(7, "0,1"), own(8)], "gloo")
+    shown = table(
+        status(worker(0), worker(1, node="node12")), [own(7, "0,1"), own(8)], "gloo", "2 GPUs and 4 CPUs"
+    )
     assert shown.splitlines() == [
-        "Trainer train-1a2b: 2 workers, backend gloo",
+        "Trainer train-1a2b: 2 workers with 2 GPUs and 4 CPUs each, backend gloo",
         "RANK  NODE    PID  DEVICES  CPU    MEMORY    STATE",
         "0     h1      7    0,1      1.2 s  250.0 MB  serving",
         "1     node12  8    cpu      1.2 s  250.0 MB  serving",
@@ -37,14 +39,14 @@ def test_each_worker_has_a_line_with_what_it_says_of_itself() -> None:
 
 def test_what_is_not_known_is_left_empty() -> None:
     """While a worker is started again nobody answers, and there are more workers than have answered before."""
-    shown = table(status(worker(0, phase="lost", pid=None), worker(1)), [], "none").splitlines()
+    shown = table(status(worker(0, phase="lost", pid=None), worker(1)), [], "none", "1 CPU").splitlines()
     assert shown[2].split() == ["0", "h1", "cpu", "lost"]
     assert shown[3].split() == ["1", "h1", "101", "cpu", "serving"]
-    assert table(status(worker(0), worker(1)), [own(7)], "none").splitlines()[3].split()[2] == "101"
+    assert table(status(worker(0), worker(1)), [own(7)], "none", "1 CPU").splitlines()[3].split()[2] == "101"
 
 
 def test_a_worker_that_was_started_again_says_how_often() -> None:
-    shown = table(status(worker(0, incarnation=2)), [own(7)], "none")
+    shown = table(status(worker(0, incarnation=2)), [own(7)], "none", "1 CPU")
     assert shown.endswith("serving, started 3 times")
 
 
@@ -58,7 +60,9 @@ def test_a_worker_that_was_started_again_says_how_often() -> None:
 )
 def test_columns_begin_below_their_names(nodes: list[tuple[str, int | None]], answers: int) -> None:
     workers = [worker(rank, node=node, pid=pid) for rank, (node, pid) in enumerate(nodes)]
-    _, head, *rows = table(status(*workers), [own(5 + rank) for rank in range(answers)], "none").splitlines()
+    _, head, *rows = table(
+        status(*workers), [own(5 + rank) for rank in range(answers)], "none", "1 CPU"
+    ).splitlines()
     assert head.split() == [*COLUMNS]
     assert len(rows) == len(nodes)
     for row, (node, _) in zip(rows, nodes, strict=True):

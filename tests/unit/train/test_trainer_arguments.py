@@ -78,6 +78,22 @@ def told(act: Callable[[], Any]) -> str:
             {"backend": "mpi"},
             "there is no backend 'mpi'; there are: gloo, nccl, none, torch; or name a class",
         ),
+        ({"backend": "horovod|pytorch"}, "there is no backend 'horovod|pytorch'; there are: gloo, nccl"),
+        ({"cpus_per_worker": 1.5}, "resources_per_worker: CPU is 1.5; give a whole number"),
+        (
+            {"cpus_per_worker": 2, "resources_per_worker": {"CPU": 3}},
+            "cpus_per_worker=2, and resources_per_worker has 3; give one of them",
+        ),
+        ({"backend_args": {"timeout": 1}}, "backend_args is a dict; give a TorchConfig(...)"),
+        (
+            {"backend_args": train.TorchConfig(), "backend": "none"},
+            "backend_args with backend='none'; it is for the process groups of torch",
+        ),
+        (
+            {"backend_args": train.TorchConfig("nccl"), "backend": "gloo"},
+            "backend='gloo', and backend_args has 'nccl'; give one of them",
+        ),
+        ({"resume": True}, "resume=True without a logdir; give the logdir in which the runs are"),
         ({"backend": train.NoBackend}, f"backend={train.NoBackend!r}; give its name, or pkg.mod:Class"),
         ({"backend": ":"}, "backend ':' cannot be imported: Empty module name; name it as pkg.mod:Class"),
         ({"backend": "nowhere:Mine"}, "backend 'nowhere:Mine' cannot be imported: No module named 'nowhere'"),
@@ -112,6 +128,10 @@ def two(config: Any, other: Any) -> None: ...
             "/runs/model.pt is no checkpoint; give what latest_checkpoint or best_checkpoint_path returns",
         ),
         ({"dataset": "train.csv"}, "dataset 'dataset': a str is text; read it first, or pass Files(path)"),
+        (
+            {"dataset": ([1], [2])},
+            "dataset is a tuple of 2; give several datasets as a dict by name, {'train': a, 'val': b}",
+        ),
         ({"dataset": 5}, "dataset 'dataset': a int cannot be iterated, and is not indexed or has no length"),
         ({"dataset": iter([1])}, "dataset 'dataset': a list_iterator can be read only once; pass an object"),
         ({"dataset": {"train": [1], "valid": {1}}}, "dataset 'valid': a set has no order"),
@@ -224,5 +244,5 @@ def test_a_precision_that_there_is_not_is_told(amp: Any) -> None:
 
 def test_a_trainer_that_is_not_started_says_so_and_ends_without_anything() -> None:
     with Trainer((2, 8), backend="none") as trainer:
-        assert str(trainer) == "Trainer of 2 to 8 workers, backend none, not started"
+        assert str(trainer) == "Trainer of 2 to 8 workers with 1 CPU each, backend none, not started"
         assert (trainer.latest_checkpoint, trainer.best_checkpoint_path, trainer.logdir) == (None, None, "")

@@ -1,14 +1,17 @@
 """Checkpoints of training runs: what is kept, where it lies, and how it is written beside training."""
 
-from unirun.train.checkpoints.folder import Folder, Manifest, skipped
+from unirun.train.checkpoints.folder import Folder, Manifest, files_in, skipped
 from unirun.train.checkpoints.state import (
     encode,
     is_sharded,
     load,
+    named,
     outline,
     plain_state,
     put_into,
     snapshot,
+    state_at,
+    unnamed,
     unwrapped,
 )
 from unirun.train.checkpoints.strategy import CheckpointStrategy, Info
@@ -21,12 +24,16 @@ __all__ = [
     "Info",
     "Manifest",
     "encode",
+    "files_in",
     "is_sharded",
     "load",
+    "named",
     "outline",
     "plain_state",
     "put_into",
     "skipped",
     "snapshot",
+    "state_at",
+    "unnamed",
     "unwrapped",
 ]

@@ -4,6 +4,7 @@
 
     <url>/000012/state.pt             the state, if it is plain
                  *.distcp .metadata   that of all ranks, by torch.distributed.checkpoint, if it is sharded
+                 files.00003/         files that rank 3 has added
                  rank.00003.json      which of these files rank 3 has written, and its shares of the datasets
                  checkpoint.json      written last, by one rename: which files there are, how large, and their CRCs
 
@@ -14,10 +15,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -120,10 +123,37 @@ class Folder:
         if draft != name:
             self.files.mv(self.inside(number, draft), self.inside(number, name))
 
+    def add(self, number: int, rank: int, found: Mapping[str, Path]) -> dict[str, tuple[int, int]]:
+        """Copy files of a rank, by the names that they get. Returns the sizes and CRC-32 of all, by their names in the
+        checkpoint."""
+        written = {}
+        for name, path in found.items():
+            place = f"{files_of(rank)}/{name}"
+            if self.local:
+                for folder in (*reversed(Path(place).parents[:-1]),):
+                    make_private(Path(self.inside(number, str(folder))))
+            with path.open("rb") as source:
+                written[place] = self.write(number, place, partial(shutil.copyfileobj, source))
+        return written
+
+    def fetch(self, manifest: Manifest, rank: int, into: str) -> Path | None:
+        """The directory with the files that a rank has saved; None if it has saved none. Files behind a URL are copied
+        below `into`. Raises OSError."""
+        found = files_of(rank)
+        names = [name for name in manifest.files if name.startswith(f"{found}/")]
+        if not names:
+            return None
+        if self.local:
+            return Path(self.inside(manifest.number, found))
+        for name in names:
+            Path(into, name).parent.mkdir(parents=True, exist_ok=True)
+            self.files.get_file(self.inside(manifest.number, name), str(Path(into, name)))
+        return Path(into, found)
+
     def sizes(self, number: int) -> dict[str, int]:
-        """The files that are there, and their sizes."""
-        found = self.files.ls(self.inside(number), detail=True, refresh=True)
-        return {each["name"].rpartition("/")[2]: int(each["size"]) for each in found}
+        """The files that are there, also in directories, and their sizes."""
+        found = self.files.find(self.inside(number), detail=True, refresh=True)
+        return {path.rpartition(f"/{number:06}/")[2]: int(each["size"]) for path, each in found.items()}
 
     def commit(self, manifest: Manifest) -> Info:
         """Make a checkpoint count, of which all other files are written."""
@@ -283,6 +313,31 @@ class Folder:
         if self.files.exists(path):
             self.files.rm(path)
         self.files.rm(self.inside(number), recursive=True)
+
+
+def files_of(rank: int) -> str:
+    """The directory in a checkpoint with the files that `rank` has added."""
+    return f"files.{rank:05}"
+
+
+def files_in(given: Any) -> dict[str, Path]:
+    """The files that a user adds to a checkpoint, by their names there: those in a directory by their paths in it; each
+    file and directory of a list by its own name. Raises `UsageError`."""
+    paths = [given] if isinstance(given, str | os.PathLike) else given
+    if not isinstance(paths, list | tuple) or not all(isinstance(path, str | os.PathLike) for path in paths):
+        raise UsageError(f"files={given!r}", "give a directory, a file, or a list of these")
+    found: dict[str, Path] = {}
+    for path in map(Path, paths):
+        if not path.exists():
+            raise UsageError(f"files: there is no {path}", "write it before save_checkpoint is called")
+        top = path.parent if paths is given or path.is_file() else path
+        for each in sorted(path.rglob("*")) if path.is_dir() else (path,):
+            name = each.relative_to(top).as_posix()
+            if name in found:
+                raise UsageError(f"files: {each} and {found[name]} have one name", "give one of them another")
+            if each.is_file():
+                found[name] = each
+    return found
 
 
 def skipped(error: CheckpointDamaged) -> str:

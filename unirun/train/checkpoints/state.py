@@ -254,6 +254,36 @@ def load(folder: Folder, manifest: Manifest, into: Mapping[str, Any] | None) -> 
     return found
 
 
+UNNAMED = "_state"
+"""The name of a state that is saved without names, such as ``save_checkpoint((model, optimizer))``."""
+
+
+def named(state: Any, names: Mapping[str, Any]) -> dict[str, Any]:
+    """A state by names, as `save_checkpoint` is given it: a dict, any other value, and values by name. Raises
+    `UsageError`."""
+    if state is None or isinstance(state, Mapping):
+        return {**(state or {}), **names}
+    if names:
+        raise UsageError(
+            f"save_checkpoint is given a {type(state).__name__}, and {', '.join(names)}", "give each a name"
+        )
+    return {UNNAMED: state}
+
+
+def unnamed(state: dict[str, Any]) -> Any:
+    """The state as it was given to `save_checkpoint`."""
+    return state[UNNAMED] if state.keys() == {UNNAMED} else state
+
+
+def state_at(url: str) -> Any:
+    """The state of a checkpoint, with tensors on the CPU. Raises `CheckpointDamaged` and `UsageError`."""
+    place, _, number = url.rpartition("/")
+    folder = Folder(place)
+    manifest = folder.require(int(number))
+    folder.verify(manifest)
+    return unnamed(load(folder, manifest, None))
+
+
 def put_into(into: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Change models, optimizers and the like in `into`, also in its lists, tuples and mappings, to what a plain state
     has in their places. Raises `UsageError`."""

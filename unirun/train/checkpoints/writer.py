@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -98,8 +99,14 @@ class CheckpointWriter:
         # One thread writes and commits them, in the order in which they were saved.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="unirun-checkpoints")
 
-    def save(self, state: Mapping[str, Any], data: Mapping[str, Share]) -> dict[str, Any]:
-        """Save `state`, of which a copy is made at once. Waits while the checkpoint before is still being written, and
+    def save(
+        self,
+        state: Mapping[str, Any],
+        data: Mapping[str, Share],
+        files: Mapping[str, Path] | None = None,
+    ) -> dict[str, Any]:
+        """Save `state`, of which a copy is made at once, and `files` by the names that they get, which all ranks have,
+        or none. Waits while the checkpoint before is still being written, and
         until it counts. Returns the plain state that it has saved: a state dict may take long to be made.
 
         Raises what writing the one before has raised, and `UsageError` for a state that cannot be saved.
@@ -114,9 +121,10 @@ class CheckpointWriter:
         self._number += 1
         whole = plain_state(state)
         pending.sharded = is_sharded(whole)
-        pending.in_parts = pending.sharded or bool(data)
+        pending.in_parts = pending.sharded or bool(data) or files is not None
         with self._naming(pending):
             self._folder.make(pending.number)
+            pending.files |= self._folder.add(pending.number, self._rank, files or {})
         write: Callable[[], Any] | None = None
         if pending.sharded:
             if self._group is None:

@@ -10,7 +10,7 @@
 
 from unirun.train.data.loader import Loader, Shard, sharded
 from unirun.train.data.plan import Consumed, SampleOrder, Share, merged
-from unirun.train.data.sources import Files, kfold, source_of
+from unirun.train.data.sources import Files, kfold, source_of, to_cv
 
 __all__ = [
     "Consumed",
@@ -23,4 +23,5 @@ __all__ = [
     "merged",
     "sharded",
     "source_of",
+    "to_cv",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from msgspec.structs import replace
 from torch import Generator
@@ -22,6 +22,7 @@ from torch.utils.data import (
 from unirun.errors import UsageError
 from unirun.train.data.plan import BLOCK, WHOLE, Consumed, Share
 from unirun.train.data.sources import DataSource, Marked, check_number, source_of
+from unirun.train.familiar import SHARDS, elsewhere
 
 _OURS: Mapping[str, str] = {
     "batch_size": "pass it as the first argument",
@@ -207,6 +208,9 @@ class Shard:
             raise TypeError(f"dataset {self.name!r} has no length: how many items it has is known at its end")
         share = self.upcoming(1 if self._ended else self._share.batch)
         return share.items(self.first(share.steps))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(elsewhere("a shard", name, SHARDS))
 
     def to_torch(self, batch_size: int, **options: Any) -> Loader:
         """Batches of a `torch.utils.data.DataLoader` with these options (``num_workers``, ``collate_fn``, …).

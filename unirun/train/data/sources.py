@@ -392,3 +392,8 @@ def kfold(dataset: Any, k: int, *, seed: int | None = None) -> list[tuple[Fold, 
         (Fold(dataset, order, k, fold, others=True), Fold(dataset, order, k, fold, others=False))
         for fold in range(k)
     ]
+
+
+def to_cv(dataset: Any, splits: int = 5, seed: int | None = None) -> list[tuple[Fold, Fold]]:
+    """`kfold`, as RaySGD spells it."""
+    return kfold(dataset, splits, seed=seed)
