@@ -135,7 +135,7 @@ class TestARun:
 
     def test_print_shows_a_line_for_each_worker(self, trainer: Trainer) -> None:
         lines = str(trainer).splitlines()
-        assert lines[0].endswith("3 workers, backend torch")
+        assert lines[0].endswith("3 workers with 1 CPU each, backend torch")
         assert lines[1].split() == ["RANK", "NODE", "PID", "DEVICES", "CPU", "MEMORY", "STATE"]
         assert [line.split()[2] for line in lines[2:]] == [*map(str, trainer.execute(os.getpid))]
         assert (
