@@ -191,6 +191,13 @@ def _(add: Add) -> None:
     add("--store", **STORE)
 
 
+@_command("trace", "trace:main", "What a job did, on one clock, for Perfetto and chrome://tracing.")
+def _(add: Add) -> None:
+    add("job", **JOB)
+    add("-o", "--output", default="trace.json", metavar="FILE", help="the file to write (trace.json)")
+    add("--store", **STORE)
+
+
 @_command("top", "top:main", "A live view of jobs: ranks, rates, calls, decisions.")
 def _(add: Add) -> None:
     add("jobs", nargs="*", metavar="JOB", help="ids, or their beginnings (default: those that run)")

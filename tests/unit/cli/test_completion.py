@@ -122,7 +122,7 @@ def test_bash_completes_subcommands_of_subcommands_and_what_follows_a_script(tmp
         f"--recover-{end}" for end in ("mode", "retries", "after")
     }
     assert complete("unirun", "ls", "--") == {"--help", "--store", "--json"}
-    for words in (("tr",), ("-q", "tr"), ("plan", "tr"), ("train.py", ""), ("--config", "tr")):
+    for words in (("trai",), ("-q", "trai"), ("plan", "tr"), ("train.py", ""), ("--config", "tr")):
         assert complete("unirun", *words, cwd=tmp_path / "cwd") == {"train.py"}
 
 
@@ -132,7 +132,7 @@ def test_bash_completes_subcommands_of_subcommands_and_what_follows_a_script(tmp
     [
         ("unirun --max-r", {"--max-restarts"}),
         ("unirun --transport ", {"socket", "torch"}),
-        ("unirun tr", {"train.py"}),
+        ("unirun tr", {"trace", "train.py"}),
         ("unirun st", {"stacks", "status", "stop"}),
         ("unirun agent ", {"join", "drain"}),
         ("unirun plan --los", {"--lost"}),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from unirun.errors import CallError, ChannelError, WorkerLost
+from unirun.observe.spans import spans
 from unirun.roles.calls.call import Call, CallBook, InvocationRef, Method
 from unirun.roles.calls.codec import (
     ACK,
@@ -314,6 +316,8 @@ class Caller:
     ) -> None:
         """`tell` gets now and then, and when `report` is called, what was called so far. `scheduler` has the clock."""
         self._me = encode_address(me)
+        self._name = str(me)
+        self._spans = spans()
         self._peers, self._transport, self._call_timeout = peers, transport, call_timeout
         self._scheduler = scheduler or Scheduler("unirun-calls")
         self._callbacks = Scheduler("unirun-callbacks")
@@ -615,12 +619,23 @@ class Caller:
             call.start_again()
             self._send_all(call)
 
+    def _trace(self, call: Call) -> None:
+        """Write the span of a call that is over."""
+        workers = tuple(f"{each.role}:{each.rank}" for each in call.sent_to if each is not None)
+        began = time.time_ns() - int((self._scheduler.now() - call.began) * 1e9)
+        about = {"caller": self._name, "seq": call.seq, "workers": workers, "failed": call.failed}
+        self._spans.write("call", f"{call.prepared.role}.{call.method}", began, **about)
+
     def _finish(self, call: Call) -> None:
+        if self._spans.on:
+            self._trace(call)
         self._deadlines[call.prepared.timeout].drop(call)
         self._forget(call)
         call.finish()
 
     def _expire(self, call: Call) -> None:
+        if self._spans.on:
+            self._trace(call)
         self._forget(call)
         call.expire()
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from unirun.errors import ChannelError, EncodingError, FrameError, UnirunError, WorkerLost
+from unirun.observe.spans import spans
 from unirun.roles.calls.codec import (
     ACK,
     DESCRIBE,
@@ -114,6 +115,7 @@ class Dispatcher:
         self._stopped = self._closed = False
         self._disturbed = 0
         self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._spans = spans()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._looping: threading.Thread | None = None
 
@@ -283,6 +285,7 @@ class Dispatcher:
         if self._refused(run):
             return
         before = self._disturbed
+        began = time.time_ns()
         try:
             args, kwargs = self._arguments(run)
             result = getattr(self._target, run.request.method)(*args, **kwargs)
@@ -293,7 +296,16 @@ class Dispatcher:
             outcome = self._error(error, disturbed=self._disturbed != before or self._explained(error))
             # The frames of the exception hold the arguments of the call.
             error.__traceback__ = None
+        self._trace(run, began)
         self._finish(run, outcome)
+
+    def _trace(self, run: _IncomingCall, began: int) -> None:
+        """Write the span of a call that has run, if spans are on."""
+        if self._spans.on:
+            request = run.request
+            self._spans.write(
+                "run", request.method, began, caller=str(WorkerId(*request.caller)), seq=request.seq
+            )
 
     def _explained(self, error: BaseException) -> bool:
         """Return True if the end of the group explains `error`; False while that is unknown, as at exit."""
@@ -322,6 +334,7 @@ class Dispatcher:
         if self._refused(run):
             return
         before = self._disturbed
+        began = time.time_ns()
         try:
             args, kwargs = self._arguments(run)
             outcome = self._encoded(
@@ -333,6 +346,7 @@ class Dispatcher:
         except BaseException as leave:  # noqa: BLE001 - it ends the program, not the task
             self._leave(leave)
             return
+        self._trace(run, began)
         self._finish(run, outcome)
 
     def _arguments(self, run: _IncomingCall) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,0 +1,120 @@
+"""The trace of a job: lives, calls joined by flows, and clocks of nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unirun.observe.events import LoggedEvent
+from unirun.observe.spans import SPANS, Spans, TraceSpan, read_spans
+from unirun.observe.trace import MASTER, MetricRow, Offset, offsets, trace_events
+from unirun.values import WorkerId
+
+S = 1_000_000_000
+NODES = {"trainer:0": "n0", "actor:0": "n1"}
+
+
+def event(number: int, at: float, kind: str, text: str, *about: str) -> LoggedEvent:
+    return LoggedEvent(f"1-{number}", at, kind, text, "", about)
+
+
+EVENTS = [
+    event(1, 100.0, "start", "the job starts", "actor", "trainer"),
+    event(2, 100.0, "order", "n1 starts actor:0 in generation 0", "actor:0", "n1"),
+    event(3, 100.0, "order", "n0 starts trainer:0 in generation 0", "trainer:0", "n0"),
+    event(4, 101.5, "spawner", "n1: torch is imported after 1.25 s", "n1"),
+    event(5, 102.0, "running", "role actor: every rank runs", "actor"),
+    event(6, 105.0, "decision", "actor:0 ended; restart 1 of 3", "actor:0"),
+    event(7, 110.0, "exit", "actor:0 ended: exit code 0", "actor:0"),
+]
+
+
+def spans(ahead: float = 0.0) -> dict[WorkerId, list[TraceSpan]]:
+    """A call from the trainer to the actor, whose clock is `ahead` by so many seconds."""
+    ahead_ns = int(ahead * S)
+    call = TraceSpan("call", "actor.update", 103 * S, 104 * S, "trainer:0", 7, ("actor:0",))
+    run = TraceSpan(
+        "run", "update", 103 * S + S // 10 + ahead_ns, 104 * S - S // 10 + ahead_ns, "trainer:0", 7
+    )
+    return {WorkerId("trainer", 0, 0): [call], WorkerId("actor", 0, 0): [run]}
+
+
+def rows(ahead: float = 0.0) -> list[dict[str, Any]]:
+    version = MetricRow(103.5 + ahead, "actor", 0, {"policy/version": 3.0})
+    return list(trace_events(EVENTS, [version], spans(ahead), NODES))
+
+
+def test_a_call_and_its_run_are_there_once_and_joined_by_a_flow() -> None:
+    found = rows()
+    (call,) = [each for each in found if each.get("cat") == "call"]
+    (run,) = [each for each in found if each.get("cat") == "run"]
+    assert (call["name"], call["ts"], call["dur"]) == ("actor.update", 3e6, 1e6)
+    assert (run["name"], run["ts"], run["dur"]) == ("update", 3.1e6, 0.8e6)
+    begin, end = [each for each in found if each.get("cat") == "flow"]
+    assert (begin["ph"], end["ph"], begin["id"]) == ("s", "f", end["id"])
+    assert (begin["pid"], end["pid"]) == (call["pid"], run["pid"])
+
+
+def test_the_import_the_start_of_a_role_a_process_and_a_version_are_there() -> None:
+    lengths = {each["name"]: (each["ts"], each["dur"]) for each in rows() if each["ph"] == "X"}
+    assert lengths["import torch on n1"] == (0.25e6, 1.25e6)
+    assert lengths["start of actor"] == (0.0, 2e6)
+    assert lengths["process"] == (0.0, 10e6)
+    names = [each["name"] for each in rows() if each["ph"] == "i" and each["pid"] == MASTER]
+    assert "decision" in names
+    assert [each["args"] for each in rows() if each["ph"] == "C"] == [{"version": 3.0}]
+
+
+def test_all_of_it_is_json_with_what_the_format_wants() -> None:
+    for row in rows():
+        assert json.loads(json.dumps(row)) == row
+        assert {"ph", "pid", "name"} <= row.keys()
+        assert row["ph"] == "M" or row["ts"] >= 0
+        assert row["ph"] != "X" or row["dur"] >= 0
+
+
+class TestClocks:
+    def test_a_clock_that_may_be_right_is_left_as_it_is(self) -> None:
+        assert offsets(EVENTS, spans(), NODES)["n1"].seconds == 0.0
+
+    @pytest.mark.parametrize("ahead", [60.0, -60.0])
+    def test_one_that_is_surely_wrong_is_put_right_within_the_life_of_a_worker(self, ahead: float) -> None:
+        found = offsets(EVENTS, spans(ahead), NODES)["n1"]
+        assert abs(found.seconds - ahead) <= (found.within or 0.0)
+        (run,) = [each for each in rows(ahead) if each.get("cat") == "run"]
+        assert 0.0 <= run["ts"] <= 10e6
+        assert any("clock" in str(each["args"]) for each in rows(ahead) if each["name"] == "process_labels")
+
+    def test_without_an_end_it_is_not_known_how_wrong_it_is(self) -> None:
+        assert offsets(EVENTS[:-1], spans(), NODES)["n1"] == Offset(0.0, None)
+
+
+class TestSpans:
+    def test_spans_come_back_and_a_line_that_is_not_whole_is_left_out(self, tmp_path: Path) -> None:
+        writer = Spans({"UNIRUN_TRACE": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")})
+        assert writer.on
+        writer.write("call", "actor.update", 5, caller="trainer:0", seq=1, workers=("actor:0",))
+        with (tmp_path / SPANS).open("ab") as file:
+            file.write(b'{"kind": "call"')
+        (span,) = read_spans(tmp_path / SPANS)
+        assert (span.name, span.began, span.workers) == ("actor.update", 5, ("actor:0",))
+        os.close(writer._handle)
+
+    def test_without_the_variable_nothing_is_written_and_it_costs_next_to_nothing(
+        self, tmp_path: Path
+    ) -> None:
+        writer = Spans({"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")})
+        times = []
+        for _ in range(20):
+            began = time.perf_counter()
+            for _ in range(1000):
+                writer.write("call", "actor.update", 5)
+            times.append((time.perf_counter() - began) / 1000)
+        assert min(times) < 2e-6
+        assert list(tmp_path.iterdir()) == []
+        assert list(read_spans(tmp_path / SPANS)) == []
