@@ -36,7 +36,7 @@ class ExperimentSaveEvalControl:
     always saved at the end.
 
     It *saves* models for other programs, writes *checkpoints* from which it can be resumed, and *evaluates*.
-    `benchmark_steps` ends it after so many steps.
+    `benchmark_steps` ends it after so many steps, and `benchmark_n_seqs` after so many samples.
     """
 
     total_train_epochs: int = 1
@@ -50,12 +50,20 @@ class ExperimentSaveEvalControl:
     eval_freq_steps: int | None = None
     eval_freq_secs: float | None = None
     benchmark_steps: int | None = None
+    benchmark_n_seqs: int | None = None
 
     def every(self, what: str) -> dict[str, float]:
         """The interval at which it does `what`, one of `PERIODIC`, by unit; a unit that does not trigger it is
         absent."""
         limits = {unit: getattr(self, f"{what}_freq_{unit}") for unit in UNITS}
         return {unit: limit for unit, limit in limits.items() if limit is not None}
+
+    def is_over(self, epoch: int, step: int, n_seqs: int) -> bool:
+        """Return True after so many epochs and steps of `n_seqs` samples each."""
+        ends = ((self.benchmark_steps, step), (self.benchmark_n_seqs, step * n_seqs))
+        return epoch >= self.total_train_epochs or any(
+            most is not None and reached >= most for most, reached in ends
+        )
 
     def due(self, since: Since) -> list[str]:
         """Those of `PERIODIC` that are to be done now."""

@@ -142,21 +142,26 @@ def read_rows(
     split: str = "train",
     rows: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[Mapping[str, Any]]:
-    """The rows of a file with a JSON object in each line, of a dataset of Hugging Face, or those that are given. Each
-    has the keys `needs`. Raises `SpecError` with all rows that do not fit (the first ten)."""
+    """The rows of a file with a JSON object in each line, or with one array of objects, of a dataset of Hugging Face,
+    or those that are given. Each has the keys `needs`. Raises `SpecError` with all rows that do not fit (the first
+    ten)."""
     if sum(map(bool, (path, hugging_face, rows))) != 1:
         raise SpecError([Fault(where, "it has not one of path, hugging_face and rows", "give one of them")])
     found: list[tuple[int, Any]] = [*enumerate(rows or (), 1)]
     faults = []
     if path:
-        for number, line in enumerate(Path(path).read_text("utf-8").split("\n"), 1):
-            if line.strip():
-                try:
-                    found.append((number, json.loads(line)))
-                except json.JSONDecodeError as error:
-                    faults.append(
-                        Fault(f"{path}:{number}", f"this is no JSON: {error}", "write an object in each line")
-                    )
+        text = Path(path).read_text("utf-8")
+        whole = text.lstrip().startswith("[")
+        for number, part in [(1, text)] if whole else enumerate(text.split("\n"), 1):
+            if not part.strip():
+                continue
+            try:
+                value = json.loads(part)
+            except json.JSONDecodeError as error:
+                remedy = "write an object in each line, or one array of objects"
+                faults.append(Fault(f"{path}:{number}", f"this is no JSON: {error}", remedy))
+                continue
+            found += enumerate(value, 1) if whole else [(number, value)]
     elif hugging_face:
         from datasets import load_dataset  # type: ignore[import-not-found, unused-ignore]
 

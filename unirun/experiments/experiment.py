@@ -133,8 +133,9 @@ class Experiment:
         """The number of workers of each type, and the resources that each needs."""
         raise NotImplementedError(f"{type(self).__name__} must define scheduling_setup()")
 
-    def initial_setup(self) -> ExperimentConfig:
-        """All workers, and the calls. Each process of a trial calls it, so it must depend on the settings only."""
+    def initial_setup(self) -> ExperimentConfig | list[ExperimentConfig]:
+        """All workers, and the calls; a list has one configuration. Each process of a trial calls it, so it must depend
+        on the settings only."""
         raise NotImplementedError(f"{type(self).__name__} must define initial_setup()")
 
 
@@ -280,7 +281,14 @@ def trial_of(config: Any) -> Trial:
 
 def resolve(name: str, overrides: Sequence[str]) -> ExperimentConfig:
     """The whole configuration of an experiment, checked. Raises `SpecError`, `UsageError`."""
-    config = with_settings(name, overrides).initial_setup()
+    config: Any = with_settings(name, overrides).initial_setup()
+    if isinstance(config, list):
+        if len(config) != 1:
+            raise UsageError(
+                f"initial_setup() of {name!r} returns {len(config)} configurations, and a trial has one",
+                "return one, and start a trial for each",
+            )
+        (config,) = config
     if not isinstance(config, ExperimentConfig):
         raise UsageError(
             f"initial_setup() of {name!r} returns a {type(config).__name__}", "return an ExperimentConfig"

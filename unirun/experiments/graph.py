@@ -149,6 +149,29 @@ class ModelShardID(Value):
         """Its index along each axis."""
         return self.topo.coordinates(self.parallelism_rank)
 
+    @classmethod
+    def from_parallelism_rank(
+        cls, model_name: ModelName, topo: ProcessTopology, parallelism_rank: int
+    ) -> ModelShardID:
+        """The shard of a rank, as ReaLHF spells it. Raises `UsageError` for a rank that is not there."""
+        topo.coordinates(parallelism_rank)
+        return cls(model_name, topo, parallelism_rank)
+
+    @property
+    def dp_rank(self) -> int:
+        """Its index along the axis ``data``."""
+        return self.place.get("data", 0)
+
+    @property
+    def tp_rank(self) -> int:
+        """Its index along the axis ``tensor``."""
+        return self.place.get("tensor", 0)
+
+    @property
+    def pp_rank(self) -> int:
+        """Its index along the axis ``pipe``."""
+        return self.place.get("pipe", 0)
+
     def __str__(self) -> str:
         place = self.place
         return f"{self.model_name}[" + ", ".join(f"{axis} {at}" for axis, at in place.items()) + "]"

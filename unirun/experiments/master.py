@@ -352,8 +352,7 @@ class MasterWorkerProcess(BaseTrainer):
         return True
 
     def _over(self, info: RecoverInfo) -> bool:
-        enough = self._control.benchmark_steps
-        return info.epoch >= self._control.total_train_epochs or (enough is not None and info.step >= enough)
+        return self._control.is_over(info.epoch, info.step, self._source.n_seqs)
 
     def _step(self, info: RecoverInfo) -> tuple[RecoverInfo, dict[str, float]]:
         """Run all calls once, and what is due after them."""

@@ -54,6 +54,23 @@ class TestFrequencies:
         assert found == [[], ["save"], ["ckpt"], ["save"], [], ["save", "ckpt"]]
 
 
+class TestTheEnd:
+    @pytest.mark.parametrize(
+        ("control", "over"),
+        [
+            ({"total_train_epochs": 2}, False),
+            ({"total_train_epochs": 1}, True),
+            ({"total_train_epochs": 2, "benchmark_steps": 4}, False),
+            ({"total_train_epochs": 2, "benchmark_steps": 3}, True),
+            ({"total_train_epochs": 2, "benchmark_n_seqs": 25}, False),
+            ({"total_train_epochs": 2, "benchmark_n_seqs": 24}, True),
+        ],
+    )
+    def test_it_comes_after_epochs_steps_or_samples(self, control: dict[str, int], over: bool) -> None:
+        """After one epoch and three steps of eight samples."""
+        assert ExperimentSaveEvalControl(**control).is_over(1, 3, 8) is over
+
+
 class TestNumbers:
     def test_those_that_are_right(self) -> None:
         right = ExperimentSaveEvalControl(3, 1, 2, 0.5, 1, 1, 60, None, 10**9, 1e-3, 7)
@@ -68,6 +85,7 @@ class TestNumbers:
             ("ckpt_freq_epochs", 1.0),
             ("eval_freq_steps", True),
             ("benchmark_steps", "3"),
+            ("benchmark_n_seqs", 0),
             ("save_freq_secs", 0.0),
             ("ckpt_freq_secs", float("nan")),
             ("eval_freq_secs", "1"),

@@ -67,6 +67,18 @@ class TestRows:
         file.write_text("".join(f"{json.dumps(row)}\n\n" for row in PROMPTS))
         assert read_rows("rows", {"prompt": str}, path=str(file)) == PROMPTS
 
+    @pytest.mark.parametrize("indent", [None, 2])
+    def test_a_file_may_be_one_array_of_objects(self, file: Path, indent: int | None) -> None:
+        file.write_text("\n" + json.dumps(PROMPTS, indent=indent))
+        assert read_rows("rows", {"prompt": str}, path=str(file)) == PROMPTS
+        file.write_text(json.dumps(PROMPTS, indent=indent)[:-1])
+        (fault,) = faults(lambda: read_rows("rows", {"prompt": str}, path=str(file)))
+        assert fault.startswith(f"{file}:1: this is no JSON")
+        file.write_text('[{"prompt": "a"}, {}]')
+        assert faults(lambda: read_rows("rows", {"prompt": str}, path=str(file))) == [
+            f"{file}:2: it has no 'prompt' that is a str"
+        ]
+
     def test_rows_that_are_given_are_taken(self) -> None:
         assert read_rows("rows", {"prompt": str, "answer": str}, rows=PROMPTS) == PROMPTS
 

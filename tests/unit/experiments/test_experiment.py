@@ -62,6 +62,17 @@ class Fixed(Experiment):
         return {"model_rpcs": []}
 
 
+class Listed(Experiment):
+    """One that returns a list, as AReaL's may."""
+
+    number = 1
+
+    def initial_setup(self) -> list[ExperimentConfig]:
+        """So many configurations."""
+        return [ppo(separate=False)] * self.number
+
+
+register_experiment("tests-listed", Listed)
 register_experiment("tests-settings", Settings)
 register_experiment("tests-fixed", Fixed)
 
@@ -347,3 +358,12 @@ class TestModules:
         (tmp_path / "json.py").write_text(REGISTERS.format("tests-json"))
         with pytest.raises(UsageError, match="there is another module json, .*; rename one of them"):
             import_modules(["json.py"], str(tmp_path))
+
+
+def test_initial_setup_may_return_a_list_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve("tests-listed", []).resolved is not None
+    monkeypatch.setattr(Listed, "number", 2)
+    with pytest.raises(
+        UsageError, match="returns 2 configurations, and a trial has one; return one, and start"
+    ):
+        resolve("tests-listed", [])

@@ -110,6 +110,14 @@ class TestShards:
         assert found == [ModelShardID(ModelName("actor"), topo, rank) for rank in range(4)]
         assert [shard.place["pipe"] for shard in found] == [0, 0, 1, 1]
 
+    def test_a_shard_has_the_spellings_of_realhf(self) -> None:
+        topo = topology(pipe=2, data=2, tensor=3)
+        shard = ModelShardID.from_parallelism_rank(ModelName("actor"), topo, 10)
+        assert shard == ModelShardID(ModelName("actor"), topo, 10)
+        assert (shard.pp_rank, shard.dp_rank, shard.tp_rank) == (1, 1, 1)
+        with pytest.raises(UsageError, match="there is no rank 12 in pipe 2 × data 2 × tensor 3; it has 12"):
+            ModelShardID.from_parallelism_rank(ModelName("actor"), topo, 12)
+
     def test_names_are_written_as_role_and_replica(self) -> None:
         shard = ModelShardID(ModelName("actor", 1), topology(pipe=2), 1)
         assert str(ModelName("actor")) == "actor@0"
