@@ -17,6 +17,8 @@ def no_descriptor_is_left() -> Iterator[None]:
     """Descriptors that are open after a test, and were not before, belong to nobody."""
     before = _open()
     yield
+    if _open() - before:
+        gc.collect(1)  # what is young: a full collection takes long
 
     def gone() -> bool:
         gc.collect()

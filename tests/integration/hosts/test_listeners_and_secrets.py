@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -128,8 +129,12 @@ def shows_no_token(cluster: UnirunOnHosts, job: Running) -> None:
 
 
 def files_of(root: Path) -> list[Path]:
-    """All files below a directory but those called token."""
-    return [path for path in root.rglob("*") if path.is_file() and path.name != "token"]
+    """All files below a directory but those called token. What is mounted there is of this machine, and none of the job's."""
+    device, found = root.stat().st_dev, []
+    for place, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if os.lstat(os.path.join(place, name)).st_dev == device]
+        found += [Path(place, name) for name in names if name != "token"]
+    return [path for path in found if path.is_file()]
 
 
 def no_secret(path: Path, secrets: tuple[bytes, ...]) -> bool:

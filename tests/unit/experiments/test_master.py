@@ -187,6 +187,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     def start(workers: Workers, *overrides: str, handle: Handle | None = None, **how: Any) -> Any:
         Steps.workers = workers
         monkeypatch.setattr(master, "Step", Steps)
+        monkeypatch.setattr(master, "LOSS_REPORT_TIMEOUT", 0.1)  # a loss is known to these handles at once
         about = Trial("tests-trained", "one", str(tmp_path), (__name__,), overrides, **how)
         trainer: Any = MasterWorkerProcess({}, {}, OmegaConf.create(msgspec.to_builtins(about)))
         trainer.RG_MODEL_WORKER, trainer._master_handle = workers, handle or Handle()
