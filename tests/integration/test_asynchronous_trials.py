@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from .harness import Unirun
-from .test_trials import ROOT, TRIALS, environment
+from .test_trials import TRIALS, environment
 
 pytestmark = [pytest.mark.usefixtures("warm_models"), pytest.mark.timeout(300), pytest.mark.long]
 

@@ -412,6 +412,9 @@ def refuse_mistakes(line: CommandLine) -> None:
         raise UsageError(f"{word} is a command, and stands before all options", f"write unirun {word} …")
     if word in _INSTEAD:
         raise UsageError(f"there is no command and no script {word!r}", _INSTEAD[word])
+    if os.path.exists(f"{word}.py"):
+        # The script whose ending was left out; the error about it says so.
+        return
     if near := difflib.get_close_matches(word, SUBCOMMANDS, n=1):
         raise UsageError(f"there is no command and no script {word!r}", f"did you mean unirun {near[0]}?")
 
