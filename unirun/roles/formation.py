@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -20,11 +20,14 @@ from torch.distributed import ProcessGroup
 from unirun.errors import GroupError, UsageError
 from unirun.rendezvous.endpoints import GENERATION_KEY
 from unirun.roles.gloo import WORKER_IDLE_TIMEOUT, GlooGroup, in_group, wait_until_idle, wait_until_stuck
+from unirun.roles.interruption import Interrupted, MainThread
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.process_groups import c10d, dist, end_outdated, process_groups
 from unirun.values import Value, split_endpoint
 from unirun.wire.messages import RoleView
 from unirun.wire.reports import GroupFormed, GroupMeets, Stuck
+
+T = TypeVar("T")
 
 LOSS_VIEW_TIMEOUT = 5.0
 """Seconds in which the view with a loss must arrive that explains why forming a group, or a collective, failed."""
@@ -41,13 +44,15 @@ class Formation:
     later generation, every wait of the main thread in the earlier one fails.
     """
 
-    def __init__(self, peers: Peers, formed: Callable[[int], None]) -> None:
-        """`formed` is called with each generation, in the main thread, before it is told to the agent."""
+    def __init__(self, peers: Peers, formed: Callable[[int], None], main: MainThread | None = None) -> None:
+        """`formed` is called with each generation, in the main thread, before it is told to the agent. `main` runs the
+        calls of a workload."""
         self._peers, self._formed = peers, formed
         self._told = -1
         self._groups = process_groups()
         self._groups.begin, self._groups.forgot = self._begin, forgot(peers)
-        self.before_abort: Callable[[], None] = lambda: None
+        self._main = main
+        self.before_abort: Callable[[], None] = self._interrupt
         """Called before the groups over NCCL of a generation that is over are aborted. What has waited for their
         collectives then goes on, with wrong numbers."""
         self._watching, self._idling = threading.Lock(), threading.Lock()
@@ -73,6 +78,27 @@ class Formation:
             threading.Thread(target=group.abort, name="unirun-abort", daemon=True).start()
         if self._watching.acquire(blocking=False):
             threading.Thread(target=self._watch, name="unirun-stuck", daemon=True).start()
+
+    def guard(self, call: Callable[[], T]) -> T:
+        """Run a call in the main thread. One whose collectives over NCCL are aborted is interrupted, and raises
+        `GroupError`; gloo's raise by themselves, and a call without any goes on."""
+        if self._main is None:
+            return call()
+        try:
+            return self._main.run(call, self._check)
+        except Interrupted:
+            raise GroupError(
+                "the call was interrupted, as a rank of its process group was lost",
+                "the ranks meet again before the next call",
+            ) from None
+
+    def _check(self) -> None:
+        if self.outdated and _over_nccl():
+            raise Interrupted("another rank was lost")
+
+    def _interrupt(self) -> None:
+        if self._main is not None and _over_nccl():
+            self._main.wake(self._check)
 
     def enter(self, setup: Callable[[], None]) -> None:
         """Run `setup`, which forms the first group, and be in the present generation.

@@ -34,13 +34,15 @@ class MainThread:
         signal.signal(INTERRUPT, self._signalled)
 
     def run(self, function: Callable[[], T], check: Callable[[], None]) -> T:
-        """Call `function`. `check`, which raises `Interrupted` when it is due, is called now and after `wake`."""
+        """Call `function`. `check`, which raises `Interrupted` when it is due, is called now and after `wake`. A
+        function may run another one, which is then the one that is interrupted."""
+        before = self._check
         try:
             self._check = check
             check()
             return function()
         finally:
-            self._check = None
+            self._check = before
             self._waking = False
 
     def runs(self, check: Callable[[], None]) -> bool:
@@ -71,6 +73,18 @@ class MainThread:
         self._check = None
         check()
         self._check = check
+
+
+_main_thread: MainThread | None = None
+
+
+def main_thread() -> MainThread:
+    """The one for calls of this process. Raises ValueError in any other thread than the main one."""
+    global _main_thread
+    if _main_thread is None:
+        _main_thread = MainThread()
+    signal.signal(INTERRUPT, _main_thread._signalled)
+    return _main_thread
 
 
 def _imports(frame: FrameType | None) -> bool:

@@ -20,6 +20,7 @@ from unirun.errors import UsageError
 from unirun.roles.calls.policy import invocations
 from unirun.roles.context import Context, init
 from unirun.roles.formation import Formation
+from unirun.roles.interruption import main_thread
 from unirun.roles.replicas import in_memory, newer
 from unirun.roles.workload import BaseTrainer, BaseWorkload, MasterHandle, bind
 from unirun.wire.reporting import report
@@ -93,7 +94,7 @@ def serve_workload(context: Context, kind: type[BaseWorkload]) -> None:
     peers, session = context.peers, context.session
     workload = make(kind, BaseWorkload, master_handle=MasterHandle(context), config=_config(context))
     _expect_base(workload, BaseWorkload, "_master_handle")
-    formation = Formation(peers, partial(_formed, workload, Replica(workload)))
+    formation = Formation(peers, partial(_formed, workload, Replica(workload)), main_thread())
     workload._synced, workload._anew = session.synced, formation.anew
     dispatcher = session.dispatcher(workload, invocations(workload), formation)
 

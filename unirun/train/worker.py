@@ -16,7 +16,7 @@ import psutil
 
 from unirun.errors import TrainingFailed, UsageError
 from unirun.roles import BaseWorkload, MasterHandle, init, trainer_invocation
-from unirun.roles.interruption import Interrupted, MainThread
+from unirun.roles.interruption import Interrupted, main_thread
 from unirun.roles.nested import mapped
 from unirun.roles.process_groups import process_groups
 from unirun.train.backends import find_backend
@@ -101,7 +101,7 @@ class TrainWorker(BaseWorkload):
 
     def setup(self) -> None:
         """Let the backend begin, and listen for interrupts."""
-        self._main = MainThread()
+        self._main = main_thread()
         init().peers.when_changed(self._look)
         self._backend.on_start(self.rank, self.world_size)
 

@@ -103,6 +103,10 @@ class SimulatedWorker:
             self.thread.wait(lambda: self.told > self.generation)
         return self.told > self.generation
 
+    def guard(self, call: Callable[[], Any]) -> Any:
+        """Run it."""
+        return call()
+
     def kept_away(self, by: Callable[[], bool]) -> None:
         """Do nothing, as no call of this role waits for anything but a collective."""
 

@@ -22,6 +22,7 @@ from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import GroupError
 from unirun.rendezvous.endpoints import GENERATION_KEY
 from unirun.roles.formation import Formation
+from unirun.roles.interruption import MainThread
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.process_groups import ProcessGroups, process_groups
 from unirun.wire.reports import GroupFormed, GroupMeets, Message, Stuck
@@ -353,3 +354,60 @@ class TestForming:
         assert isinstance(stuck, Stuck)
         assert "generation 0" in stuck.why
         assert "init_process_group" in stuck.stack
+
+
+class OverNccl:
+    """A group over NCCL, in which the main thread waits until it is aborted."""
+
+    def __init__(self, noted: list[str]) -> None:
+        self.noted, self.aborted = noted, threading.Event()
+
+    def abort(self) -> None:
+        self.noted.append("aborted")
+        self.aborted.set()
+
+
+def test_a_call_in_a_collective_over_nccl_is_interrupted_before_that_is_aborted(
+    groups: ProcessGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Aborted, it goes on with wrong numbers: no code of the user's may run after it."""
+    noted: list[str] = []
+    group = OverNccl(noted)
+    monkeypatch.setattr(unirun.roles.formation, "_over_nccl", lambda: [group])
+    main = MainThread()
+    wake = main.wake
+
+    def noted_wake(check: Callable[[], None]) -> None:
+        noted.append("interrupted")
+        wake(check)
+
+    monkeypatch.setattr(main, "wake", noted_wake)
+    worker = Worker(1)
+    worker.role_has(0)
+    formation = Formation(worker, lambda generation: None, main)
+
+    def call() -> None:
+        worker.role_has(1)
+        threading.Timer(0.05, formation.news).start()
+        assert group.aborted.wait(WAIT_TIMEOUT)
+        noted.append("wrong numbers")
+
+    with pytest.raises(GroupError, match="the call was interrupted") as found:
+        formation.guard(call)
+    assert formation.explain(found.value)
+    assert noted[0] == "interrupted"
+    assert "wrong numbers" not in noted
+
+
+def test_a_call_is_not_interrupted_where_no_group_uses_nccl(groups: ProcessGroups) -> None:
+    """Those of gloo raise by themselves, and calls that use none lose nothing."""
+    worker = Worker(1)
+    worker.role_has(0)
+    formation = Formation(worker, lambda generation: None, MainThread())
+
+    def call() -> int:
+        worker.role_has(1)
+        formation.news()
+        return 3
+
+    assert formation.guard(call) == 3

@@ -46,6 +46,26 @@ def test_a_function_that_waits_is_interrupted(main: MainThread) -> None:
         main.run(lambda: time.sleep(WAIT_TIMEOUT), lost.check)
 
 
+def test_a_function_within_another_is_the_one_that_is_interrupted(main: MainThread) -> None:
+    outer, inner = Lost(), Lost()
+
+    def function() -> bool:
+        outer.due = inner.due = False
+
+        def wait() -> None:
+            inner.due = True
+            main.wake(outer.check)
+            main.wake(inner.check)
+            time.sleep(WAIT_TIMEOUT)
+
+        with pytest.raises(Interrupted):
+            main.run(wait, inner.check)
+        return main.runs(outer.check)
+
+    assert main.run(function, outer.check)
+    assert outer.asked == 1
+
+
 def test_signals_end_when_the_function_has_noticed_that_nothing_is_due(main: MainThread) -> None:
     lost = Lost()
 

@@ -80,6 +80,9 @@ class Generations(Protocol):
         """Return True if a call in this process has failed with `error` because the group has ended. Waits for the
         news."""
 
+    def guard(self, call: Callable[[], Any]) -> Any:
+        """Run a call in the serving thread. It may be interrupted, and then raises an error that `explain` explains."""
+
     def kept_away(self, by: Callable[[], bool]) -> None:
         """Note that the serving thread runs a call that was given up, as long as `by` returns True."""
 
@@ -288,9 +291,10 @@ class Dispatcher:
         began = time.time_ns()
         try:
             args, kwargs = self._arguments(run)
-            result = getattr(self._target, run.request.method)(*args, **kwargs)
+            call = partial(getattr(self._target, run.request.method), *args, **kwargs)
+            result = self._guarded(run, call)
             # Free the arguments before the answer is sent, so that the caller can use their memory again.
-            del args, kwargs
+            del args, kwargs, call
             outcome = self._encoded(result, run.request.method)
         except Exception as error:  # noqa: BLE001 - the caller gets it
             outcome = self._error(error, disturbed=self._disturbed != before or self._explained(error))
@@ -306,6 +310,11 @@ class Dispatcher:
             self._spans.write(
                 "run", request.method, began, caller=str(WorkerId(*request.caller)), seq=request.seq
             )
+
+    def _guarded(self, run: _IncomingCall, call: Callable[[], Any]) -> Any:
+        if self._generations is None or run is not self._running:
+            return call()
+        return self._generations.guard(call)
 
     def _explained(self, error: BaseException) -> bool:
         """Return True if the end of the group explains `error`; False while that is unknown, as at exit."""

@@ -78,12 +78,17 @@ class Generations:
 
     def __init__(self, workload: RecordingWorkload) -> None:
         self._workload = workload
-        self.generation = 0
+        self.generation = self.guarded = 0
         self.away: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
 
     def explain(self, error: BaseException) -> bool:
         """The word "closed" is one of a peer that has left."""
         return "closed" in str(error)
+
+    def guard(self, call: Callable[[], Any]) -> Any:
+        """Run it in the serving thread."""
+        self.guarded += 1
+        return call()
 
     def kept_away(self, by: Callable[[], bool]) -> None:
         """Note it."""
@@ -444,6 +449,15 @@ class TestTheServingThread:
         harness = DispatcherHarness(workload, generations=Generations(workload))
         assert "closed" in str(error_of(harness.send(1, method, "connection closed"), INTERRUPTED))
         assert "of my own" in str(error_of(harness.send(2, method, "of my own"), ERROR))
+        harness.close()
+
+    def test_only_calls_of_the_serving_thread_can_be_interrupted(self) -> None:
+        workload = RecordingWorkload()
+        generations = Generations(workload)
+        harness = DispatcherHarness(workload, generations=generations)
+        for number, method in enumerate(("beside", "later", "note"), 1):
+            value_of(harness.send(number, method, "x"))
+        assert generations.guarded == 1
         harness.close()
 
     def test_a_result_that_came_in_spite_of_a_loss_is_a_result(self, harness: DispatcherHarness) -> None:
