@@ -582,6 +582,7 @@ def _decide(
         elsewhere=elsewhere,
         together=together,
         asked=cause.asked,
+        leaving=sum(role.workers[rank].live for rank in ranks),
     )
     return decide_in(state, loss, cause.time, ranks)
 

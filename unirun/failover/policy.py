@@ -53,7 +53,7 @@ class Loss(Value):
     another death had ended, or could not be woken in that.
     `elsewhere`: the ranks go to other nodes. `together`: all ranks of the role have to restart, whatever its level is.
     `fatal` is the exit code, if no restart follows it. `asked`: nothing has failed, somebody wants them to leave.
-    `taken`: another process has its port, so that it cannot have started.
+    `taken`: another process has its port, so that it cannot have started. `leaving`: so many of the ranks live still.
     """
 
     what: str
@@ -68,6 +68,7 @@ class Loss(Value):
     fatal: int = 0
     asked: bool = False
     taken: bool = False
+    leaving: int = 0
 
     @property
     def who(self) -> str:
@@ -78,7 +79,7 @@ class Loss(Value):
 def decide(
     loss: Loss, role: RoleState, budget: Budget, *, job: Budget = NO_RESTARTS, rank: Budget | None = None
 ) -> Decision:
-    """The decision after the `loss` of a role that has this budget. What it has lost has ended in `role`.
+    """The decision after the `loss` of a role that has this budget. What it has lost has ended in `role`, or leaves.
 
     A spent budget escalates: that of a `rank` which restarts alone to its role, that of the role to the `job`, and that
     of the job ends it.
@@ -123,7 +124,7 @@ def decide(
     manner = "elsewhere" if loss.elsewhere else "alone"
     if not role.grouped:
         return Decision("restart_worker", f"{restart}, {manner}")
-    return Decision("restart_worker", f"{restart}: {loss.who} {manner}, {_survivors(role)}")
+    return Decision("restart_worker", f"{restart}: {loss.who} {manner}, {_survivors(role, loss)}")
 
 
 def _move(loss: Loss, role: RoleState) -> Decision:
@@ -131,7 +132,7 @@ def _move(loss: Loss, role: RoleState) -> Decision:
     if not role.in_place or loss.together:
         others = f", with {loss.who} elsewhere" if loss.elsewhere else ""
         return Decision("restart_role", f"{loss.what}; role {loss.role} starts again{others}", free=True)
-    others = f", {_survivors(role)}" if role.grouped else ""
+    others = f", {_survivors(role, loss)}" if role.grouped else ""
     return Decision("restart_worker", f"{loss.what}; {loss.who} moves{others}", free=True)
 
 
@@ -156,9 +157,9 @@ def _why_not_recoverable(loss: Loss) -> str:
     return f"{loss.who} is not recoverable (is_recoverable() returned False)"
 
 
-def _survivors(role: RoleState) -> str:
+def _survivors(role: RoleState, loss: Loss) -> str:
     forms = f"generation {role.generation + 1}"
-    match role.living:
+    match role.living - loss.leaving:
         case 0:
             return f"as {forms}"
         case 1:

@@ -89,6 +89,8 @@ class TestAWorkerThatMovesAlone:
 
     def test_it_is_told_to_end_and_its_peers_go_on(self) -> None:
         job = self.drained()
+        others = "actor's other 2 ranks keep their memory and form generation 1"
+        assert f"node n1 is drained; actor:2-3 moves, {others}" in job.records
         assert job.orders(StopWorkers) == [StopWorkers("actor", (2, 3), TERM, 30.0)]
         assert job.phases() == {"actor": "reforming", "critic": "running", "trainer": "running"}
         assert job.orders(StartRole) == []

@@ -132,7 +132,10 @@ class TestTheMove:
         job = serving(count=2, inventory=nodes(3, 2))
         before = job.state.roles["actor"].workers
         job.on(Straggles(WorkerId("actor", 1, 0), "actor:1 is slow"))
-        assert "actor:1 is slow; actor:1 moves, actor's other " in job.records
+        assert (
+            "actor:1 is slow; actor:1 moves, actor's other rank keeps its memory and forms generation 1"
+            in job.records
+        )
         assert [(order.role, order.ranks) for order in job.orders(StopWorkers)] == [("actor", (1,))]
         job.obey()
         after = job.state.roles["actor"].workers
