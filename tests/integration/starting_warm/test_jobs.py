@@ -44,6 +44,12 @@ class Mine(BaseTrainer):
     def fit(self):
         return [each.name() for each in psutil.Process().parents()[:2]]
 """
+FUNCTION = """
+import psutil
+from unirun.train import Trainer
+with Trainer() as trainer:
+    print(*trainer.run(lambda: [each.name() for each in psutil.Process().parents()[:2]]))
+"""
 SUBMITS = """
 from unirun.train import DLJobBuilder
 job = DLJobBuilder().node_num(1).device_per_node(2).config({}).dl_type("RL").trainer("mine", "Mine")
@@ -74,6 +80,11 @@ class TestEveryJobThatFits:
             result = unirun.start_program(command, cwd=folder, stdin=statements).end()
         assert result.code == 0, result.err
         assert result.lines[-1] == "['unirun-spawner', 'unirun-guard']"
+
+    def test_the_workers_of_a_trainer_are_warm(self, unirun: Unirun, script: Script) -> None:
+        path = script(FUNCTION)
+        result = unirun.start_program([sys.executable, path], cwd=path.parent).end()
+        assert (result.code, result.lines) == (0, ["['unirun-spawner', 'unirun-guard']"]), result.err
 
     def test_a_warm_job_has_new_interpreters_with_exec(self, unirun: Unirun, script: Script) -> None:
         path = script("import sys, os; print('torch' in sys.modules, os.environ.get('UNIRUN_HOME'))")
