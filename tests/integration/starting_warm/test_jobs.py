@@ -83,7 +83,7 @@ class TestEveryJobThatFits:
 
     def test_the_workers_of_a_trainer_are_warm(self, unirun: Unirun, script: Script) -> None:
         path = script(FUNCTION)
-        result = unirun.start_program([sys.executable, path], cwd=path.parent).end()
+        result = unirun.start_program([sys.executable, str(path)], cwd=path.parent).end()
         assert (result.code, result.lines) == (0, ["['unirun-spawner', 'unirun-guard']"]), result.err
 
     def test_a_warm_job_has_new_interpreters_with_exec(self, unirun: Unirun, script: Script) -> None:
