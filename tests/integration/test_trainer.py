@@ -140,7 +140,7 @@ class TestARun:
         assert [line.split()[2] for line in lines[2:]] == [*map(str, trainer.execute(os.getpid))]
         assert (
             str(Trainer((2, float("inf"))))
-            == "Trainer of 2 to any number of workers, backend torch, not started"
+            == "Trainer of 2 to any number of workers with 1 CPU each, backend torch, not started"
         )
 
     def test_processes_that_a_loader_keeps_end_with_the_run(self, trainer: Trainer) -> None:
