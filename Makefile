@@ -59,8 +59,8 @@ properties: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/unit -m "not starts_processes" --hypothesis-profile properties
 
 # The tests of `make test` that run a few times or in one variant there, more often and in all variants: 500 pairs of kills,
-# with the times until all ranks are up again; fifty deaths of the master; one before and after each of its writes; more
-# failures of hosts; calls without TLS. About an hour. ONLY=tests/integration/hosts runs a part.
+# with the times until all ranks are up again; fifty deaths of the master; one before and after each of its writes; deaths
+# in each phase of a trial; more failures of hosts; calls without TLS. About an hour. ONLY=tests/integration/hosts runs a part.
 PAIRS ?= 50
 ONLY ?= tests/chaos tests/contract tests/integration
 chaos: $(VENV)/.dev $(VENV)/.system

@@ -128,6 +128,7 @@ def test_models_in_layouts_of_their_own_are_the_same_though_workers_of_each_die_
     equal(trial(home, "apart"), trial(home, "apart-broken"))
 
 
+@pytest.mark.chaos
 def test_a_trial_whose_trainer_dies_in_each_phase_goes_on_with_the_workers_that_live(
     home: Unirun, unbroken: Path
 ) -> None:

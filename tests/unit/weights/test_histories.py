@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -21,6 +22,8 @@ from unirun.weights.channel import WeightsChannel
 from unirun.weights.publishing import CURRENT
 from unirun.weights.receiving import NEIGHBOR_ANSWER_TIMEOUT
 from unirun.weights.tensors import LocalShard, Piecewise
+
+pytestmark = pytest.mark.long  # a third of a minute, and near the end of all files by its name
 
 Tensors = dict[str, torch.Tensor]
 
