@@ -64,6 +64,39 @@ def micro_batches(sizes: Sequence[int], least: int, capacity: int) -> list[list[
     return found
 
 
+def padded_micro_batches(lengths: Sequence[Sequence[int]], least: int, capacity: int) -> list[list[int]]:
+    """Split ids, each with sequences of these lengths, into at least `least` non-empty lists, of similar lengths, as
+    each sequence of a micro-batch is padded to its longest one: each list has up to `capacity` tokens with padding, if
+    possible. Of the fewest lists those whose largest one is smallest."""
+    longest = [max(each, default=0) for each in lengths]
+    order = sorted(range(len(lengths)), key=lambda index: (-longest[index], index))
+
+    def cut(limit: int) -> list[list[int]]:
+        found: list[list[int]] = []
+        rows = limit
+        for index in order:
+            rows += len(lengths[index])
+            if not found or rows * longest[found[-1][0]] > limit:
+                found.append([])
+                rows = len(lengths[index])
+            found[-1].append(index)
+        return found
+
+    if not order:
+        return []
+    count = max(len(cut(capacity)), min(least, len(order)))
+    low, high = 0, min(capacity, longest[order[0]] * sum(map(len, lengths)))
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(cut(middle)) <= count else (middle + 1, high)
+    found = cut(high)
+    while len(found) < min(least, len(order)):
+        largest = max(range(len(found)), key=lambda number: len(found[number]))
+        half = len(found[largest]) // 2
+        found[largest : largest + 1] = [found[largest][:half], found[largest][half:]]
+    return [sorted(part) for part in found]
+
+
 @dataclass(frozen=True, eq=False)
 class SequenceSample:
     """A batch of `ids`, each with some sequences for each key. Nothing is padded.
@@ -294,9 +327,13 @@ class SequenceSample:
             },
         )
 
-    def split(self, spec: MicroBatchSpec) -> list[tuple[SequenceSample, list[int]]]:
-        """Micro-batches by tokens (`micro_batches`), each with the places of its ids here."""
-        parts = micro_batches(self.sizes(self.largest()), spec.n_mbs, spec.max_tokens_per_mb)
+    def split(self, spec: MicroBatchSpec, padded: str = "") -> list[tuple[SequenceSample, list[int]]]:
+        """Micro-batches, each with the places of its ids here: by tokens (`micro_batches`), or by the lengths of the
+        sequences of the key `padded` (`padded_micro_batches`)."""
+        if padded:
+            parts = padded_micro_batches(self.seqlens[padded], spec.n_mbs, spec.max_tokens_per_mb)
+        else:
+            parts = micro_batches(self.sizes(self.largest()), spec.n_mbs, spec.max_tokens_per_mb)
         return list(zip(self._parts(parts), parts, strict=True))
 
 

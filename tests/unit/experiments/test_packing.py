@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.experiments.sample import balanced, first_fit_decreasing, micro_batches
+from unirun.experiments.sample import balanced, first_fit_decreasing, micro_batches, padded_micro_batches
 
 sizes = st.lists(st.integers(0, 60), max_size=40)
 parts = st.integers(1, 9)
@@ -154,3 +154,37 @@ class TestMicroBatches:
 
     def test_a_sequence_above_the_capacity_gives_the_others_no_more_room(self) -> None:
         assert micro_batches([100, 3, 3, 2, 2, 2], 1, 6) == [[0], [1, 2], [3, 4, 5]]
+
+
+def padded(lengths: Sequence[Sequence[int]], part: Sequence[int]) -> int:
+    """Tokens of a micro-batch with its padding."""
+    rows = [length for index in part for length in lengths[index]]
+    return len(rows) * max(rows, default=0)
+
+
+class TestPadded:
+    @given(
+        st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=4), max_size=20),
+        parts,
+        st.integers(1, 400),
+    )
+    def test_each_is_in_one_micro_batch_and_none_is_too_large(
+        self, lengths: list[list[int]], least: int, capacity: int
+    ) -> None:
+        found = padded_micro_batches(lengths, least, capacity)
+        check_partition([0] * len(lengths), found)
+        assert all(found)
+        assert len(found) >= min(least, len(lengths))
+        assert all(len(part) == 1 or padded(lengths, part) <= capacity for part in found)
+
+    def test_sequences_of_similar_lengths_are_together(self) -> None:
+        lengths = [[16], [1], [15], [2], [14], [1], [2], [1]]
+        assert padded_micro_batches(lengths, 2, 1 << 40) == [[0, 2, 4], [1, 3, 5, 6, 7]]
+
+    def test_spread_lengths_take_two_thirds_of_the_tokens(self) -> None:
+        lengths = [[8 + 120 * at // 31] for at in range(32)]
+        total = sum(padded(lengths, part) for part in padded_micro_batches(lengths, 8, 1 << 40))
+        apart = sum(
+            padded(lengths, part) for part in micro_batches([each for (each,) in lengths], 8, 1 << 40)
+        )
+        assert total < 0.7 * apart

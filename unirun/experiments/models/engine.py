@@ -69,7 +69,7 @@ class TorchEngine:
         check_reductions(reductions)
         self._stage.train()
         self._optimizer.zero_grad()
-        batches = [part.to(self._place.device) for part, _ in sample.split(self._split(spec))]
+        batches = [part.to(self._place.device) for part, _ in self._split(sample, key, spec)]
         data = self._place.group("data")
         weights = torch.tensor(sum(map(weight, batches)), dtype=torch.float64)
         if data is not None:
@@ -125,9 +125,15 @@ class TorchEngine:
                 return f"the {what} is not finite{shown} in {where}"
         return ""
 
-    def _split(self, spec: MicroBatchSpec) -> MicroBatchSpec:
-        """A pipeline has as many micro-batches as stages at least, so that all of them work."""
-        return MicroBatchSpec(max(spec.n_mbs, self._place.topo.get_dim("pipe")), spec.max_tokens_per_mb)
+    def _split(
+        self, sample: SequenceSample, key: str, spec: MicroBatchSpec
+    ) -> list[tuple[SequenceSample, list[int]]]:
+        """Micro-batches, of sequences of similar lengths, as they are padded to the longest one. A pipeline has as many
+        as stages at least, so that all of them work, with equal numbers of tokens, as all of them get one shape."""
+        stages = self._place.topo.get_dim("pipe")
+        if stages == 1:
+            return sample.split(spec, key)
+        return sample.split(MicroBatchSpec(max(spec.n_mbs, stages), spec.max_tokens_per_mb))
 
     def _gradients(
         self,
@@ -298,7 +304,7 @@ class TorchEngine:
     def forward(self, sample: SequenceSample, key: str, spec: MicroBatchSpec) -> torch.Tensor | None:
         """As `Engine` says."""
         self._stage.eval()
-        parts = sample.split(self._split(spec))
+        parts = self._split(sample, key, spec)
         padded = self._padded([part for part, _ in parts] or [None])
         if self._place.group("pipe") is None:
             packed = [self._output(self._stage(self._rows(batch, key)), batch, key) for batch in padded]
