@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.documents import ROOT
+
 from .harness import Unirun
 from .test_trials import TRIALS, environment
 

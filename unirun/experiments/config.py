@@ -519,6 +519,8 @@ for _name, _class in (("ddp", "Train"), ("fsdp2", "Sharded"), ("inference", "Inf
 MODELS.register("causal_lm", "unirun.experiments.models.backends:causal_lm")
 MODELS.register("null", "unirun.experiments.models.backends:no_model")
 
+INTERFACES.register("decoupled_grpo", "unirun.experiments.algorithms:DecoupledGRPO")
+
 
 def register_dataset(name: str, cls: Any) -> None:
     """`DatasetAbstraction(name, args)` makes ``cls(util, **args)``; ``cls.keys`` are the keys of its samples."""

@@ -1,0 +1,116 @@
+"""The losses of asynchronous training, and what `DecoupledGRPO` makes of trajectories."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from unirun.experiments.algorithms import (
+    TOKENS,
+    DecoupledGRPO,
+    decoupled_ppo_loss,
+    group_advantages,
+    logprobs_of,
+)
+from unirun.experiments.graph import MicroBatchSpec
+from unirun.experiments.models.api import Model
+from unirun.experiments.models.backends import TrainBackend, causal_lm
+from unirun.experiments.sample import SequenceSample
+
+from .models.test_stage import CONFIG, SPEC, place
+
+
+def trajectories(*rewards: tuple[float, ...]) -> SequenceSample:
+    """Groups of sequences with a prompt of two tokens."""
+    lengths = [[4 + at for at, _ in enumerate(group)] for group in rewards]
+    total = [torch.arange(size) % 7 for group in lengths for size in group]
+    masks = [torch.arange(len(each)) < 2 for each in total]
+    data = {
+        TOKENS: torch.cat(total),
+        "prompt_mask": torch.cat(masks),
+        "packed_logprobs": torch.cat([torch.where(mask, 0.0, -1.0) for mask in masks]),
+        "rewards": torch.tensor([reward for group in rewards for reward in group]),
+    }
+    per_token = dict.fromkeys((TOKENS, "prompt_mask", "packed_logprobs"), lengths)
+    ones = [[1] * len(group) for group in rewards]
+    return SequenceSample.packed(
+        data, {**per_token, "rewards": ones}, [f"p{at}" for at, _ in enumerate(rewards)]
+    )
+
+
+def model() -> Model:
+    stage = causal_lm(place(), config=CONFIG)
+    return TrainBackend(lr=0.05).initialize(Model(place(), stage, None), SPEC)
+
+
+def test_the_advantages_of_a_group_have_mean_0_and_deviation_1_and_those_of_equal_rewards_are_0() -> None:
+    found = group_advantages(torch.tensor([0.0, 1.0, 2.0, 5.0, 5.0]), [3, 2])
+    assert found[:3].mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert found[:3].std(unbiased=False).item() == pytest.approx(1.0, abs=1e-3)
+    assert found[3:].tolist() == [0.0, 0.0]
+    assert group_advantages(torch.tensor([0.0, 1.0]), [2], scaled=False).tolist() == [-0.5, 0.5]
+
+
+def test_with_the_policy_that_made_the_tokens_the_decoupled_loss_is_that_of_ppo() -> None:
+    now = torch.tensor([-0.5, -2.0, -1.0, -1.0])
+    before, gains = torch.full((4,), -1.0), torch.tensor([1.0, 1.0, -1.0, 0.0])
+    found = decoupled_ppo_loss(now, before, before, gains, clip=0.2)
+    assert found.tolist() == pytest.approx([-1.2, -math.exp(-1.0), 1.0, 0.0])
+
+
+def test_the_loss_is_weighted_by_the_ratio_to_the_policy_that_made_the_tokens_and_cut_above_the_cap() -> None:
+    now = torch.tensor([-1.0, -1.0], requires_grad=True)
+    proximal, behaviour = torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -4.0])
+    found = decoupled_ppo_loss(now, proximal, behaviour, torch.ones(2), cap=5.0)
+    assert found.tolist() == pytest.approx([-math.exp(0.5), 0.0])
+    found.sum().backward()
+    assert now.grad is not None
+    # Near the proximal policy, which is not clipped.
+    assert now.grad.tolist() == pytest.approx([-math.exp(0.5), 0.0])
+
+
+def test_logarithms_are_those_of_a_forward_pass_at_a_temperature() -> None:
+    sample = trajectories((0.0, 1.0))
+    logits = torch.randn(sample.total(TOKENS), 7, generator=torch.Generator().manual_seed(0))
+    found = logprobs_of(logits, sample, 0.5).split(sample.lengths(TOKENS))
+    for each, out, tokens in zip(
+        found, logits.split(sample.lengths(TOKENS)), sample.sequences(TOKENS), strict=True
+    ):
+        assert each[0] == 0.0
+        wanted = (out[:-1] / 0.5).log_softmax(-1)[torch.arange(len(tokens) - 1), tokens[1:]]
+        assert torch.allclose(each[1:], wanted)
+
+
+def test_groups_without_variance_are_refused_unless_they_are_wanted() -> None:
+    assert DecoupledGRPO().accepts(trajectories((0.0, 1.0)))
+    assert not DecoupledGRPO().accepts(trajectories((1.0, 1.0)))
+    assert DecoupledGRPO(drop_equal=False).accepts(trajectories((1.0, 1.0)))
+
+
+def test_a_step_makes_the_better_sequence_of_a_group_likelier() -> None:
+    policy, interface = model(), DecoupledGRPO(minibatches=2)
+    sample = trajectories((0.0, 1.0), (0.0, 0.5, 1.0))
+    spec = MicroBatchSpec()
+
+    def logprobs() -> SequenceSample:
+        found = interface.inference(policy, sample, spec)
+        assert found is not None
+        return found
+
+    before = logprobs()
+    remapped = before.remap({"packed_logprobs": "proximal_logprobs"})
+    figures = interface.train_step(policy, sample.update(remapped), spec)
+    assert figures["reward"] == pytest.approx(0.5)
+    assert figures["ratio_max"] >= figures["ratio"] > 0.0
+
+    def sums(found: SequenceSample) -> list[float]:
+        masks = sample["prompt_mask"].split(sample.lengths(TOKENS))
+        return [
+            float(each[~mask].sum())
+            for each, mask in zip(found.sequences("packed_logprobs"), masks, strict=True)
+        ]
+
+    gained = [after - now for after, now in zip(sums(logprobs()), sums(before), strict=True)]
+    assert gained[1] > gained[0]
