@@ -2,6 +2,18 @@
 
 from unirun.rollout.choosing import Answer, Span
 from unirun.rollout.client import AddressFile, EngineClient, EngineList, Engines
+from unirun.rollout.completing import Completer, Completion, EngineCompleter
 from unirun.values import Engine
 
-__all__ = ["AddressFile", "Answer", "Engine", "EngineClient", "EngineList", "Engines", "Span"]
+__all__ = [
+    "AddressFile",
+    "Answer",
+    "Completer",
+    "Completion",
+    "Engine",
+    "EngineClient",
+    "EngineCompleter",
+    "EngineList",
+    "Engines",
+    "Span",
+]

@@ -1,15 +1,16 @@
 """The choice of an engine for a request, and what follows when it has not answered. Pure: nothing here does anything.
 
-The engine with the fewest requests in flight gets the next one. An engine that has failed is doubted for a while, as it
-would always have the fewest. A request that an engine had not finished is sent again, to another one if there is one.
-It is given up when the server says that the request is wrong, or when engines have failed on it `attempts` times.
+The engine with the fewest requests in flight gets the next one, unless the `Policy` is another one. An engine that has
+failed is doubted for a while, as it would always have the fewest. A request that an engine had not finished is sent
+again, to another one if there is one. It is given up when the server says that the request is wrong, or when engines
+have failed on it `attempts` times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -19,8 +20,16 @@ MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 2.0
 """Seconds for which an engine is doubted after its first failure in a row, and at most."""
 
 
+Policy = Literal["round_robin", "least_requests", "least_token_usage"]
+"""The rule by which the engine for a request is chosen: the one whose turn is longest ago, the one with the fewest
+requests in flight, or with the fewest tokens of these."""
+
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+
+
 class Load(Value):
-    """The requests of one client to `engine`: the number of those `in_flight`, and that of the latest one (`turn`).
+    """The requests of one client to `engine`: the number of those `in_flight`, that of their `tokens` as far as it is
+    known, and the number of the latest one (`turn`).
 
     The engine has failed `failures` times in a row, and is doubted until the time `doubted`.
     """
@@ -30,6 +39,7 @@ class Load(Value):
     turn: int = 0
     failures: int = 0
     doubted: float = 0.0
+    tokens: int = 0
 
 
 Kind = Literal["refused", "lost", "unready", "aborted", "status"]
@@ -59,8 +69,15 @@ class RequestFailure(Value):
         return self.kind == "status" and (self.status < 500 or self.status == 501)
 
 
-def choose(loads: Iterable[Load], avoid: Collection[Engine], now: float) -> Engine | float:
-    """The engine for a request that those to `avoid` have failed on; they get it only when there is no other.
+def choose(
+    loads: Iterable[Load],
+    avoid: Collection[Engine],
+    now: float,
+    policy: Policy = "least_requests",
+    stay: WorkerId | None = None,
+) -> Engine | float:
+    """The engine for a request that those to `avoid` have failed on; they get it only when there is no other. It is the
+    one that the request shall `stay` on, if that can have it, or else that of the `policy`.
 
     If none can have it now, the seconds after which to look again; inf: only when the engines have changed.
     """
@@ -73,32 +90,39 @@ def choose(loads: Iterable[Load], avoid: Collection[Engine], now: float) -> Engi
         if load.doubted > now:
             next_look = min(next_look, load.doubted)
             continue
-        its = (load.engine in avoid, load.in_flight, load.turn)
+        if policy == "least_requests":
+            its = (load.engine in avoid, load.in_flight, load.turn)
+        else:
+            its = (load.engine in avoid, load.tokens if policy == "least_token_usage" else 0, load.turn)
+        if stay is not None and not its[0] and stay[1:] == (load.engine.rank, load.engine.incarnation):
+            return load.engine
         if order is None or its < order:
             best, order = load, its
     return best.engine if best is not None else next_look - now
 
 
-def begun(load: Load, turn: int) -> Load:
-    """`load` with one more request, which has the number `turn`."""
-    return msgspec.structs.replace(load, in_flight=load.in_flight + 1, turn=turn)
+def begun(load: Load, turn: int, tokens: int = 0) -> Load:
+    """`load` with one more request, which has the number `turn`, and so many tokens."""
+    return msgspec.structs.replace(load, in_flight=load.in_flight + 1, turn=turn, tokens=load.tokens + tokens)
 
 
-def cut(load: Load) -> Load:
+def cut(load: Load, tokens: int = 0) -> Load:
     """`load` with one request less, of which nobody waits for the answer."""
-    return msgspec.structs.replace(load, in_flight=load.in_flight - 1)
+    return msgspec.structs.replace(load, in_flight=load.in_flight - 1, tokens=load.tokens - tokens)
 
 
-def ended(load: Load, failure: RequestFailure | None, now: float) -> Load:
+def ended(load: Load, failure: RequestFailure | None, now: float, tokens: int = 0) -> Load:
     """`load` with one request less; it has failed with `failure`, or was answered."""
-    left = load.in_flight - 1
+    load = cut(load, tokens)
     if failure is None or failure.is_final:
-        return msgspec.structs.replace(load, in_flight=left, failures=0, doubted=0.0)
+        if not load.failures and not load.doubted:
+            return load
+        return msgspec.structs.replace(load, failures=0, doubted=0.0)
     if load.doubted > now:
         # The requests that an engine takes with it when it dies are one failure.
-        return msgspec.structs.replace(load, in_flight=left)
+        return load
     doubt = min(MIN_PAUSE_SECONDS * 2 ** min(load.failures, 8), MAX_PAUSE_SECONDS)
-    return msgspec.structs.replace(load, in_flight=left, failures=load.failures + 1, doubted=now + doubt)
+    return msgspec.structs.replace(load, failures=load.failures + 1, doubted=now + doubt)
 
 
 def has_failed(failures: tuple[RequestFailure, ...], attempts: int) -> bool:

@@ -34,6 +34,7 @@ from unirun.rollout.choosing import (
     Answer,
     Kind,
     Load,
+    Policy,
     RequestFailure,
     answered,
     begun,
@@ -102,20 +103,20 @@ class Connections:
         self._abandoned = False
 
     async def post(
-        self, path: str, body: bytes, *, turn: int, deadline: float
+        self, path: str, body: bytes, *, turn: int, deadline: float, tokens: int = 0
     ) -> dict[str, Any] | RequestFailure:
-        """Send `body`; return the answer, or the reason why there is none.
+        """Send `body`, which is a request for so many `tokens`; return the answer, or the reason why there is none.
 
         Raises `TimeoutError` when it is not there at `deadline`, in the time of the event loop.
         """
-        self.load = begun(self.load, turn)
+        self.load = begun(self.load, turn, tokens)
         try:
             found = await self._exchange(path, body, deadline)
         except BaseException:
-            self.load = cut(self.load)
+            self.load = cut(self.load, tokens)
             raise
         failure = found if isinstance(found, RequestFailure) else None
-        self.load = ended(self.load, failure, asyncio.get_running_loop().time())
+        self.load = ended(self.load, failure, asyncio.get_running_loop().time(), tokens)
         return found
 
     async def _exchange(self, path: str, body: bytes, deadline: float) -> dict[str, Any] | RequestFailure:
@@ -327,9 +328,14 @@ class EngineClient:
         *,
         model: str | None = None,
         timeout: float | None = None,
+        policy: Policy = "least_requests",
+        stay: WorkerId | None = None,
         **sampling: Any,
     ) -> Answer:
         """Tokens for tokens, by vLLM's ``/inference/v1/generate``. `sampling` has fields of vLLM's ``SamplingParams``.
+
+        The engine is the one to `stay` on, if that is ready, or else it is chosen by the `policy`: ``round_robin``,
+        ``least_requests`` or ``least_token_usage``.
 
         The answer has `Answer.token_ids` and `Answer.spans` (vLLM 0.32; 0.28 does not say the versions). vLLM has this
         route with ``--enable-scale-out``; without it there is ``complete(token_ids, return_token_ids=True)``.
@@ -337,10 +343,22 @@ class EngineClient:
         body = {"token_ids": token_ids, "sampling_params": sampling}
         if model is not None:
             body["model"] = model
-        return await self.post(GENERATE, body, timeout=timeout)
+        tokens = len(token_ids) + (sampling.get("max_tokens") or 0)
+        return await self.post(GENERATE, body, timeout=timeout, policy=policy, stay=stay, tokens=tokens)
 
-    async def post(self, path: str, body: Mapping[str, Any], *, timeout: float | None = None) -> Answer:
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        timeout: float | None = None,
+        policy: Policy = "least_requests",
+        stay: WorkerId | None = None,
+        tokens: int = 0,
+    ) -> Answer:
         """The answer to `body`, as JSON, from any route of the servers: ``/pooling``, ``/v1/embeddings`` …
+
+        It is a request for so many `tokens`; see `generate` for `policy` and `stay`.
 
         Raises `ServerError` when a server says that the request is wrong, or when several have failed on it;
         `ServerTimeout` at the deadline; and `UsageError`.
@@ -359,9 +377,9 @@ class EngineClient:
         try:
             while True:
                 line = None
-                line = await self._line(failures, deadline)
+                line = await self._line(failures, deadline, policy, stay)
                 self._turn += 1
-                found = await line.post(path, encoded, turn=self._turn, deadline=deadline)
+                found = await line.post(path, encoded, turn=self._turn, deadline=deadline, tokens=tokens)
                 if not line.load.doubted:
                     # Requests may wait for the end of a doubt that is over now.
                     self._tell()
@@ -377,13 +395,19 @@ class EngineClient:
             self._pending -= 1
             self._last_request = now()
 
-    async def _line(self, failures: tuple[RequestFailure, ...], deadline: float) -> Connections:
+    async def _line(
+        self,
+        failures: tuple[RequestFailure, ...],
+        deadline: float,
+        policy: Policy,
+        stay: WorkerId | None,
+    ) -> Connections:
         """The connections to the engine that gets the request. Raises `TimeoutError` at the deadline."""
         now = asyncio.get_running_loop().time
         avoid = tuple(each.engine for each in failures)
         while True:
             self._update()
-            chosen = choose([each.load for each in self._lines.values()], avoid, now())
+            chosen = choose([each.load for each in self._lines.values()], avoid, now(), policy, stay)
             if isinstance(chosen, Engine):
                 return self._lines[chosen]
             look = min(deadline, now() + chosen)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from unirun.rollout.choosing import (
     MAX_PAUSE_SECONDS,
     MIN_PAUSE_SECONDS,
+    POLICIES,
     Kind,
     Load,
     RequestFailure,
@@ -21,7 +22,7 @@ from unirun.rollout.choosing import (
     ended,
     has_failed,
 )
-from unirun.values import Engine
+from unirun.values import Engine, WorkerId
 
 
 def engine(rank: int, *, ready: bool = True, incarnation: int = 0) -> Engine:
@@ -50,6 +51,20 @@ def test_among_equals_it_is_the_one_whose_turn_is_longest_ago() -> None:
         order.append(rank)
         loads[rank] = cut(begun(loads[rank], turn))
     assert order == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_policy_counts_turns_or_tokens_instead_of_requests() -> None:
+    loads = [Load(engine(0), 1, turn=5, tokens=900), Load(engine(1), 9, turn=4, tokens=90)]
+    found = [choose(loads, (), 0.0, policy) for policy in POLICIES]
+    assert found == [engine(1), engine(0), engine(1)]
+    assert cut(begun(loads[0], 6, 50), 50) == Load(engine(0), 1, turn=6, tokens=900)
+
+
+def test_a_request_stays_on_its_engine_unless_that_has_failed_or_is_another_process() -> None:
+    loads, stay = [Load(engine(0)), Load(engine(1), 5)], WorkerId("engine", 1, 0)
+    assert choose(loads, (), 0.0, stay=stay) == engine(1)
+    assert choose(loads, (engine(1),), 0.0, stay=stay) == engine(0)
+    assert choose(loads, (), 0.0, stay=stay._replace(incarnation=1)) == engine(0)
 
 
 def test_an_engine_that_is_not_ready_gets_none() -> None:
