@@ -3,14 +3,16 @@
 ::
 
     engine: {kind: vllm, model: /models/llama, count: 2, slots: 2}          # vllm serve, as a service
+    engine: {kind: builtin, model: /models/llama, count: 2}                 # unirun's own server, on one device
     judge: {kind: openai, program: llama-server, args: [--port, "{port}"]}  # another server with these routes
 
-A channel of weights may name a vLLM role as a receiver. Then the job has one more role, ``engine-weights``: a companion
-on each host of engines, which receives each version and brings it into them.
+A channel of weights may name a role of kind vllm or builtin as a receiver. Then the job has one more role,
+``engine-weights``: a companion on each host of engines, which receives each version and brings it into them.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +22,11 @@ from unirun.errors import Fault
 from unirun.spec.job import ChannelSpec, Edge, Entry, RoleSpec
 from unirun.spec.read import Section, as_number
 
-KINDS = ("vllm", "openai")
+KINDS = ("vllm", "builtin", "openai")
+LOADING = ("vllm", "builtin")
+"""Kinds of engines that take weights from a companion."""
+
+SERVER = "unirun.experiments.server"
 
 HEALTH = "http://{addr}/health"
 SERVING = ("--host", "{host}", "--port", "{port}", "--enable-scale-out")
@@ -50,6 +56,8 @@ def ready_made(job: Section, name: str, role: Section) -> Section:
             role.fault(
                 "contract", "vLLM starts its ranks itself, and takes torchrun's for its own", "leave it out"
             )
+    elif kind == "builtin":
+        usual |= _builtin(job, role)
     else:
         if role.given("model"):
             role.fault("model", "a server of kind openai has its model in its arguments", "write it in args")
@@ -68,6 +76,17 @@ def _vllm(role: Section, *, receives: bool) -> dict[str, Any]:
     args = ["serve", role.text("model"), *SERVING, *parallel, *(RECEIVING if receives else ())]
     # A slot as a rank of torch has one: a device, or on a node without devices a CPU slot.
     return {"program": "vllm", "args": args, "env": DEVELOPMENT if receives else {}, "slots": 1}
+
+
+def _builtin(job: Section, role: Section) -> dict[str, Any]:
+    if not role.given("model"):
+        role.fault("model", "the built-in server has no model", "write model: NAME, or the path of a folder")
+    if as_number(role.fields.get("slots", 1)) > 1:
+        role.fault("slots", "the built-in server has one device", "leave it out, and write a larger count:")
+    # The interpreter of unirun, which may not be the first one in PATH.
+    program = "python" if role.given("python") or job.given("python") else sys.executable
+    args = ["-m", SERVER, role.text("model"), "--host", "{host}", "--port", "{port}"]
+    return {"program": program, "args": args, "slots": 1}
 
 
 def _joined(role: Section, usual: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,9 +137,10 @@ def with_companions(
                 receivers.append(name)
                 continue
             companion = companion_of(name)
-            if role.engine != "vllm":
+            if role.engine not in LOADING:
                 problem = f"{name} is a program, which receives no weights"
-                faults.append(Fault(where, problem, f"write kind: vllm in {name}, or name another role"))
+                kinds = " or ".join(f"kind: {each}" for each in LOADING)
+                faults.append(Fault(where, problem, f"write {kinds} in {name}, or name another role"))
             elif role.group is not None:
                 problem = f"{name} is one server of several ranks, which receives no weights yet"
                 remedy = "give each rank more slots instead of group:, or leave it out of the channel"
@@ -129,7 +149,7 @@ def with_companions(
                 problem = (
                     f"{name} has no address or no ready:, so its companion cannot tell when it takes weights"
                 )
-                faults.append(Fault(where, problem, "leave out ports: and ready:, which kind: vllm has"))
+                faults.append(Fault(where, problem, "leave out ports: and ready:, which its kind has"))
             elif name in made:
                 faults.append(Fault(where, f"{name} receives another channel", "an engine has one"))
             elif companion in known:

@@ -298,7 +298,7 @@ Transport = Literal["torch", "socket"]
 StartMethod = Literal["fork", "exec"]
 Contract = Literal["torchrun", "none"]
 Stragglers = Literal["tell", "replace"]
-EngineKind = Literal["vllm", "openai"]
+EngineKind = Literal["vllm", "builtin", "openai"]
 
 GROUPS = ("collocations", "host_collocations", "separations", "isolations")
 """The keys of a job file whose value is a list of groups of roles."""

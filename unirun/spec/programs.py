@@ -381,6 +381,8 @@ def _interpreter_faults(role: RoleSpec, env: Mapping[str, str]) -> Iterator[Faul
         otherwise = ", or write program: python, which does not need it"
     elif role.engine == "vllm" and RECEIVING[-1] in role.entry.args:
         use, otherwise = "vLLM loads its plugin for weights from there", ""
+    elif role.engine == "builtin":
+        use, otherwise = "the built-in server is a part of it", ""
     else:
         return
     if role.python and not told and lacks_unirun(role.python):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,24 @@ class TestVllm:
         ]
 
 
+class TestBuiltIn:
+    def test_builtin_is_a_program_of_the_interpreter_of_unirun(self) -> None:
+        role = parse({"kind": "builtin", "model": "/m"}, channels=CHANNELS).role("engine")
+        assert (role.entry.kind, role.entry.target) == ("program", sys.executable)
+        assert role.entry.args[:3] == ("-m", "unirun.experiments.server", "/m")
+        assert (role.service, role.ready, role.slots, role.is_program) == (True, HEALTH, 1.0, True)
+
+    def test_builtin_receives_weights_by_a_companion(self) -> None:
+        job = parse({"kind": "builtin", "model": "/m"}, channels=CHANNELS)
+        assert job.channels == (ChannelSpec("policy", "train", ("engine-weights",)),)
+
+    def test_builtin_has_a_model_and_one_device(self) -> None:
+        assert faults({"kind": "builtin", "slots": 2}) == [
+            "roles.engine.model: the built-in server has no model; write model: NAME, or the path of a folder",
+            "roles.engine.slots: the built-in server has one device; leave it out, and write a larger count:",
+        ]
+
+
 class TestOpenAI:
     def test_openai_is_any_program_with_a_health_url(self) -> None:
         role = parse({"kind": "openai", "program": "true", "args": ["{port}"]}).role("engine")
@@ -91,15 +110,17 @@ class TestOpenAI:
         assert fault.startswith("roles.engine.program: a server of kind openai has none")
 
 
-def test_a_kind_is_one_of_two() -> None:
+def test_a_kind_is_one_of_three() -> None:
     assert faults({"kind": "sglang", "model": "m", "program": "true"})[0].startswith(
-        "roles.engine.kind: expected one of vllm, openai, found 'sglang'"
+        "roles.engine.kind: expected one of vllm, builtin, openai, found 'sglang'"
     )
 
 
 def test_a_model_needs_a_kind() -> None:
     (fault,) = faults({"program": "true", "model": "m"})
-    assert fault == "roles.engine.model: the role has no kind; add kind: vllm or kind: openai"
+    assert (
+        fault == "roles.engine.model: the role has no kind; add kind: vllm or kind: builtin or kind: openai"
+    )
 
 
 class TestWeights:
@@ -162,13 +183,13 @@ class TestWeights:
                 {"program": "true"},
                 {},
                 "channels.policy.receivers: engine is a program, which receives no weights; "
-                "write kind: vllm in engine, or name another role",
+                "write kind: vllm or kind: builtin in engine, or name another role",
             ),
             (
                 {"kind": "openai", "program": "true"},
                 {},
                 "channels.policy.receivers: engine is a program, which receives no weights; "
-                "write kind: vllm in engine, or name another role",
+                "write kind: vllm or kind: builtin in engine, or name another role",
             ),
             (
                 VLLM,

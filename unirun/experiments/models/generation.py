@@ -109,6 +109,12 @@ class Slots:
         """Continue this sequence when there is a slot. It goes on where it was interrupted."""
         self._waiting.append(continuation)
 
+    def remove(self, continuation: Continuation) -> None:
+        """Interrupt one sequence, for good."""
+        if continuation in self._waiting:
+            self._waiting.remove(continuation)
+        self._rows = [None if row is continuation else row for row in self._rows]
+
     def clear(self) -> list[Continuation]:
         """Interrupt all sequences. Their keys and values are dropped, so those that are added again are computed with
         the weights of then."""

@@ -1,0 +1,232 @@
+"""The built-in server: requests go on over a change of the weights, with the version of each token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.experiments.models.test_stage import CONFIG, place
+from tests.waiting import WAIT_TIMEOUT, eventually
+from unirun.errors import WeightsError
+from unirun.experiments import GenerationConfig
+from unirun.experiments.models.generation import Continuation
+from unirun.experiments.models.stage import Stage
+from unirun.experiments.server.generator import Generator
+from unirun.experiments.server.routes import Routes
+from unirun.weights.integrations.sending import Param, file_for
+from unirun.weights.publishing import Blocks
+
+LONG = 400
+
+
+def network(seed: int) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    settings = {name: value for name, value in CONFIG.items() if name != "model_type"}
+    settings |= {"initializer_range": 0.5, "eos_token_id": None, "max_position_embeddings": 2 * LONG}
+    found: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **settings))  # type: ignore[no-untyped-call]
+    return found.eval()
+
+
+class Server:
+    """A generator with weights of its own, and other ones in a file."""
+
+    def __init__(self) -> None:
+        self.old, self.new = network(1), network(2)
+        stage = Stage(deepcopy(self.old), place()).eval()
+        stage.requires_grad_(False)
+        self.generator = Generator(place(), stage, 4)
+        self.routes = Routes(self.generator, model="tiny", vocabulary=32, longest=2 * LONG)
+        self._blocks = Blocks()
+        self.generator.start()
+
+    def file(self, tensors: dict[str, torch.Tensor]) -> tuple[str, str]:
+        params = [Param(name, each.dtype, tuple(each.shape)) for name, each in tensors.items()]
+        packing, block = file_for(params, self._blocks, "server")
+        for name, view in packing.tensors(block).items():
+            view.copy_(tensors[name])
+        return block.path, block.token
+
+    def update(self, label: str, tensors: dict[str, torch.Tensor], *, clear_cache: bool = True) -> None:
+        path, token = self.file(tensors)
+        for done in (
+            self.generator.check(path, token),
+            self.generator.pause("keep", clear_cache=clear_cache),
+            self.generator.begin_update(),
+            self.generator.load(path, token),
+            self.generator.finish_update(label),
+            self.generator.resume(),
+        ):
+            result(done)
+
+    def close(self) -> None:
+        self.generator.stop()
+        self._blocks.close()
+
+
+def result(done: Future[Any]) -> Any:
+    return done.result(WAIT_TIMEOUT)
+
+
+def sequence(count: int = LONG, **how: Any) -> Continuation:
+    return Continuation(torch.tensor([1, 2, 3]), GenerationConfig(max_new_tokens=count, **how), seed=7)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.close()
+
+
+@torch.no_grad()
+def logprobs_of(model: Any, output: Continuation) -> torch.Tensor:
+    """Of all tokens of an output, with these weights."""
+    logits = model(output.sequence()[None], use_cache=False).logits[0]
+    found = logits.log_softmax(-1)[len(output.prompt) - 1 : -1]
+    chosen: torch.Tensor = found.gather(1, torch.tensor(output.tokens)[:, None])[:, 0]
+    return chosen
+
+
+def test_a_sequence_that_was_interrupted_has_the_log_probabilities_of_the_versions_that_made_each_token(
+    server: Server,
+) -> None:
+    outputs = [sequence() for _ in range(6)]
+    ends = [server.generator.generate(each) for each in outputs]
+    for version, (model, count) in enumerate(((server.new, 5), (server.old, 60), (server.new, 150)), 1):
+        eventually(lambda count=count: len(outputs[0].tokens) > count, "tokens are made")  # type: ignore[misc]
+        server.update(str(version), model.state_dict())
+    assert [result(end) for end in ends] == ["length"] * 6
+    models = {"default": server.old, "1": server.new, "2": server.old, "3": server.new}
+    for output in outputs[:4]:
+        spans = server.generator.spans(output)
+        assert [span["version"] for span in spans] == ["default", "1", "2", "3"]
+        assert (spans[0]["start"], spans[-1]["end"]) == (0, LONG)
+        for span in spans:
+            part = slice(span["start"], span["end"])
+            expected = logprobs_of(models[span["version"]], output)[part]
+            torch.testing.assert_close(torch.tensor(output.logprobs[part]), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_without_clear_cache_a_sequence_keeps_the_keys_and_values_of_the_old_weights(server: Server) -> None:
+    output = sequence(greedy=True)
+    end = server.generator.generate(output)
+    eventually(lambda: len(output.tokens) > 5, "tokens are made")
+    server.update("1", server.new.state_dict(), clear_cache=False)
+    assert result(end) == "length"
+    start = server.generator.spans(output)[-1]["start"]
+    made, fresh = torch.tensor(output.logprobs[start:]), logprobs_of(server.new, output)[start:]
+    assert (made - fresh).abs().max() > 1e-3
+
+
+def test_weights_that_do_not_fit_change_nothing(server: Server) -> None:
+    state = server.new.state_dict()
+    name = next(iter(state))
+    wrong = {**{key: each for key, each in state.items() if key != name}, "other": torch.zeros(1)}
+    with pytest.raises(WeightsError) as caught:
+        server.update("1", wrong)
+    assert {fault.where for fault in caught.value.faults} == {name, "other"}
+    output = sequence(10, greedy=True)
+    result(server.generator.generate(output))
+    torch.testing.assert_close(
+        torch.tensor(output.logprobs), logprobs_of(server.old, output), rtol=1e-3, atol=1e-4
+    )
+
+
+def test_a_pause_aborts_waits_for_or_keeps_what_runs(server: Server) -> None:
+    aborted, waited, kept = sequence(), sequence(50), sequence(50)
+    end = server.generator.generate(aborted)
+    eventually(lambda: aborted.tokens, "a token is made")
+    result(server.generator.pause("abort", clear_cache=True))
+    assert result(end) == "abort"
+    result(server.generator.resume())
+    end = server.generator.generate(waited)
+    result(server.generator.pause("wait", clear_cache=True))
+    assert (end.done(), len(waited.tokens)) == (True, 50)
+    end = server.generator.generate(kept)
+    assert not end.done(), "what comes in a pause waits for its end"
+    result(server.generator.resume())
+    assert result(end) == "length"
+
+
+def test_a_request_for_which_nobody_waits_leaves_its_slot(server: Server) -> None:
+    ends = [server.generator.generate(sequence()) for _ in range(8)]
+    for end in ends:
+        end.cancel()
+    eventually(lambda: not server.generator.running, "all have left")
+    assert result(server.generator.generate(sequence(3))) == "length"
+
+
+def asked(server: Server, story: Callable[[Callable[..., Awaitable[Any]]], Awaitable[None]]) -> None:
+    """The story, with a function that sends a request to the routes."""
+
+    async def ask(path: str, body: Any = None, method: str = "POST") -> tuple[int, Any]:
+        sent: list[Any] = []
+        messages = [{"type": "http.request", "body": json.dumps(body or {}).encode()}]
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            return await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        name, _, query = path.partition("?")
+        scope = {"type": "http", "method": method, "path": name, "query_string": query.encode()}
+        await server.routes(scope, receive, send)
+        return sent[0]["status"], json.loads(sent[1]["body"])
+
+    asyncio.run(story(ask))  # type: ignore[arg-type]
+
+
+def test_the_routes_answer_as_those_of_vllm(server: Server) -> None:
+    async def story(ask: Any) -> None:
+        assert await ask("/health", method="GET") == (200, {})
+        assert await ask("/weight_info", method="GET") == (200, {"weight_version": "default"})
+        body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 3, "n": 2, "logprobs": 0}}
+        status, found = await ask("/inference/v1/generate", body)
+        first = found["choices"][0]
+        assert (status, len(found["choices"]), len(first["token_ids"])) == (200, 2, 3)
+        assert first["weight_versions"] == [{"version": "default", "start": 0, "end": 3}]
+        assert [each["token_id"] for each in first["logprobs"]["content"]] == first["token_ids"]
+        status, found = await ask(
+            "/v1/completions", {"prompt": [1], "max_tokens": 2, "return_token_ids": True}
+        )
+        assert (status, len(found["choices"][0]["token_ids"])) == (200, 2)
+        assert (await ask("/pause?mode=keep&clear_cache=false"))[0] == 200
+        assert await ask("/is_paused", method="GET") == (200, {"is_paused": True})
+        assert (await ask("/resume"))[0] == 200
+
+    asked(server, story)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/inference/v1/generate", {"token_ids": [], "sampling_params": {}}, "the prompt is empty"),
+        ("/inference/v1/generate", {"token_ids": [32], "sampling_params": {}}, "not from 0 to 31"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"beam": 2}}, "beam"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": 800}}, "800"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"stop": "x"}}, "no tokenizer"),
+        ("/v1/completions", {"prompt": "text"}, "no tokenizer"),
+        ("/v1/chat/completions", {"messages": [1]}, "no tokenizer"),
+        ("/pause?mode=later", {}, "mode=later"),
+        ("/update_weights", {}, "update_info"),
+    ],
+)
+def test_wrong_requests_are_refused_with_the_reason(server: Server, path: str, body: Any, words: str) -> None:
+    async def story(ask: Any) -> None:
+        status, found = await ask(path, body)
+        assert status == 400
+        assert words in found["error"]["message"]
+
+    asked(server, story)
