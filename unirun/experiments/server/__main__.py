@@ -120,6 +120,8 @@ def serve(options: argparse.Namespace) -> int:
 
     sys.setswitchinterval(SWITCH_INTERVAL)
     asyncio.run(run())
+    generator.stop()
+    generator.join(SHUTDOWN_TIMEOUT)
     if generator.failed.done():
         report(f"unirun: generation has failed: {generator.failed.exception()!r}")
         return 1

@@ -18,6 +18,7 @@ from unirun.experiments.models.api import Place
 from unirun.experiments.models.generation import Continuation, Slots
 from unirun.experiments.models.stage import Stage
 from unirun.weights.integrations.sending import read
+from unirun.wire.reporting import gave_up
 
 T = TypeVar("T")
 
@@ -64,6 +65,12 @@ class Generator:
             self._over = True
 
         self._inbox.put(end)
+
+    def join(self, timeout: float) -> None:
+        """Wait for the end of the thread, which would otherwise be ended by that of the process amid a step."""
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            gave_up("the thread that generates", timeout)
 
     @property
     def label(self) -> str:

@@ -69,6 +69,7 @@ class Server:
 
     def close(self) -> None:
         self.generator.stop()
+        self.generator.join(WAIT_TIMEOUT)
         self._blocks.close()
 
 
