@@ -298,8 +298,8 @@ def _listed(names: Any) -> str:
 
 # Checks of generation servers, of what sends requests to them, and of what makes trajectories.
 
-SERVER_BACKENDS = ("sglang", "torch", "vllm")
-"""Backends of a generation server."""
+SERVER_BACKENDS = ("builtin", "vllm")
+"""Backends of a generation server: the kinds of engines that take weights."""
 
 POLICIES = ("round_robin", "least_requests", "least_token_usage")
 """Policies by which a manager chooses the server of a request."""
@@ -334,6 +334,11 @@ def _serving_faults(config: ExperimentDescription) -> Faults:
 def _server_faults(where: str, server: GenerationServer) -> Faults:
     yield from _too_small(where, server, "tp_size")
     yield from _not_among(f"{where}.backend_type", server.backend_type, SERVER_BACKENDS)
+    if server.backend_type == "builtin" and server.tp_size > 1:
+        yield Fault(f"{where}.tp_size", "a built-in server has one device", "1, or backend_type='vllm'")
+    if not isinstance(server.backend_args, Mapping | None):
+        problem = f"it is a {type(server.backend_args).__name__}"
+        yield Fault(f"{where}.backend_args", problem, "give a dict of the server's options, by name")
     if not server.model_path:
         yield Fault(f"{where}.model_path", "it is empty", "give a path, or a name of Hugging Face's")
 

@@ -226,7 +226,8 @@ class ModelWorker:
 
 @dataclass
 class GenerationServer:
-    """A server that generates with `tp_size` devices. It is checked, but this version cannot start one."""
+    """A server that generates with `tp_size` devices: a service with the kind `backend_type`, ``builtin`` or ``vllm``.
+    `backend_args` are more options of it: ``{"max_num_seqs": 64}`` is ``--max-num-seqs 64``. All servers are alike."""
 
     base_seed: int
     backend_type: str

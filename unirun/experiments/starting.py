@@ -232,17 +232,14 @@ def job_mapping(
             f"scheduling_setup() has {scheduling.model_worker.count} model workers, initial_setup() has {count}",
             "let both follow from the same settings",
         )
-    if config.generation_server:
-        raise UsageError(
-            "generation servers are configured, and are not started by this version",
-            "leave them out: rollout workers may ask a service outside the job",
-        )
     workers, master = scheduling.model_worker.scheduling, scheduling.master_worker.scheduling
     roles = {"model_worker": _role(count, "ModelWorkerProcess", workers)}
     if config.auto_eval:
         roles["evaluator"] = _role(1, "EvaluatorProcess", scheduling.evaluator or workers)
     if config.gserver_manager:
         roles["rollout_worker"] = _rollout_role(config, scheduling)
+    if config.generation_server:
+        roles["generation_server"] = _server_role(config, scheduling)
     return {
         "name": f"{trial.experiment}-{trial.trial}",
         # Each worker sees its own devices only.
@@ -256,6 +253,7 @@ def job_mapping(
         "config": msgspec.to_builtins(trial),
         "preload": [*PRELOAD, *preload],
         "call_timeout": config.call_timeout,
+        "channels": CHANNELS if config.generation_server else {},
     }
 
 
@@ -272,6 +270,34 @@ def _rollout_role(config: ExperimentConfig, scheduling: ExperimentScheduling) ->
         **_role(count, "", needs),
         "workload": "unirun.experiments.rollout_worker:RolloutWorkerProcess",
     }
+
+
+CHANNELS = {"policy": {"publisher": "model_worker", "receivers": ["generation_server"]}}
+"""The versions of the policy, which companions bring into generation servers."""
+
+
+def _server_role(config: ExperimentConfig, scheduling: ExperimentScheduling) -> dict[str, Any]:
+    """The role of the generation servers, which are alike (`checks`)."""
+    server, given, count = (
+        config.generation_server[0],
+        scheduling.generation_server,
+        len(config.generation_server),
+    )
+    if given is not None and given.count != count:
+        raise UsageError(
+            f"scheduling_setup() has {given.count} generation servers, initial_setup() has {count}",
+            "let both follow from the same settings",
+        )
+    needs = given.scheduling if given is not None else Scheduling.generation_server_default()
+    args = ["--seed", str(server.base_seed)]
+    if server.backend_type == "vllm":
+        # Those of the distribution that tokens are drawn from, as the built-in server has them.
+        args += ["--logprobs-mode", "processed_logprobs"]
+    for name, value in (server.backend_args or {}).items():
+        args += [f"--{name.replace('_', '-')}", *(() if value is True else (str(value),))]
+    role = {"kind": server.backend_type, "model": server.model_path, "count": count, "args": args}
+    device = {"device": "cuda"} if needs.gpu else {"device": "cpu"}
+    return {**role, **device, "slots": server.tp_size, "env": dict(needs.env_vars)}
 
 
 def _role(count: int, workload: str, needs: Scheduling) -> dict[str, Any]:

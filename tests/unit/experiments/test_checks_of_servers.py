@@ -53,7 +53,7 @@ def with_servers(
     # With a manager the data are those of trajectories.
     key = "prompt" if managers == [] else "rewards"
     config = config_of([call("train", [key], kind=TRAIN)], {ACTOR: at()})
-    config.generation_server = [GenerationServer(1, "torch", {}, "model", tp_size)] * servers
+    config.generation_server = [GenerationServer(1, "builtin", {}, "model", tp_size)] * servers
     config.gserver_manager = [manager()] if managers is None else managers
     config.rollout_worker = [rollout()] if rollouts is None else rollouts
     return config
@@ -119,9 +119,16 @@ def test_what_servers_managers_and_workers_lack_is_told_at_once() -> None:
     ]
 
 
+def test_a_built_in_server_has_one_device_and_options_are_a_dict() -> None:
+    config = with_servers(tp_size=2)
+    assert only(config) == "generation_server.0.tp_size: a built-in server has one device"
+    config.generation_server = [GenerationServer(1, "vllm", ["--seed"], "model", 2)]
+    assert only(config) == "generation_server.0.backend_args: it is a list"
+
+
 def test_servers_of_one_model_that_differ() -> None:
     config = with_servers(servers=2, managers=[manager(n_servers=2)])
-    config.generation_server[1] = replace(config.generation_server[0], tp_size=2)
+    config.generation_server[1] = replace(config.generation_server[0], model_path="other")
     assert only(config) == "generation_server: they differ in backend_type, model_path or tp_size"
 
 

@@ -119,10 +119,24 @@ class TestTheJob:
     def test_modules_that_take_long_to_import_are_imported_once(self, config: ExperimentConfig) -> None:
         assert job_mapping(trial(), config, two(), ("slow",))["preload"] == [*PRELOAD, "slow"]
 
-    def test_servers_that_would_not_be_started_are_refused(self, config: ExperimentConfig) -> None:
-        config.generation_server = [GenerationServer(1, "torch", {}, "", 1)]
-        with pytest.raises(UsageError, match="are not started by this version; leave them out"):
-            job_mapping(trial(), config, two())
+    def test_generation_servers_are_engines_that_receive_the_policy(self, config: ExperimentConfig) -> None:
+        config.generation_server = [GenerationServer(7, "builtin", {"max_num_seqs": 8}, "m", 1)] * 2
+        scheduling = replace(two(), generation_server=TasksGroup(2, Scheduling(gpu=0)))
+        job = job_mapping(trial(), config, scheduling)
+        role = job["roles"]["generation_server"]
+        assert (role["kind"], role["model"], role["count"], role["device"]) == ("builtin", "m", 2, "cpu")
+        assert role["args"] == ["--seed", "7", "--max-num-seqs", "8"]
+        assert job["channels"]["policy"]["receivers"] == ["generation_server"]
+        spec = parse_job(job, count_slots=lambda _: 2, run_id="x")
+        assert spec.role("generation_server-weights").beside == "generation_server"
+
+    def test_another_number_of_servers_than_it_schedules_is_refused(self, config: ExperimentConfig) -> None:
+        config.generation_server = [GenerationServer(7, "vllm", None, "m", 2)]
+        role = job_mapping(trial(), config, two())["roles"]["generation_server"]
+        assert (role["slots"], role["args"][-1]) == (2, "processed_logprobs")
+        scheduling = replace(two(), generation_server=TasksGroup(2, Scheduling(gpu=0)))
+        with pytest.raises(UsageError, match=r"has 2 generation servers, initial_setup\(\) has 1"):
+            job_mapping(trial(), config, scheduling)
 
     def test_rollout_workers_are_a_role_of_an_asynchronous_experiment(self, config: ExperimentConfig) -> None:
         rollout = RolloutWorker(
