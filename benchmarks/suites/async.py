@@ -16,10 +16,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.figure import Bar, Figure, compared
+from benchmarks.figure import Bar, Figure, compared, measured
+from unirun.rollout.choosing import Load, begun, choose, ended
+from unirun.values import Engine
 
 SLOTS = Bar(
     "slots ÷ one static batch after the other, tokens/s, answers of 8 to 128 tokens", "ratio", 1.5, True
+)
+ROUTING = Bar(
+    "choice of an engine and count of its load per request, 64 engines, 10 000 requests open", "µs", 20.0
 )
 ROWS, PROMPTS, SHORTEST, LONGEST = 16, 128, 8, 128
 VOCABULARY = 512
@@ -40,8 +45,21 @@ def figures(runs: int) -> list[Figure]:
                 lambda: _rate(_with_slots, network, work),
                 "transformers",
                 lambda: _rate(_in_batches, network, work),
-            )
+            ),
+            measured(ROUTING, runs, _routing),
         ]
+
+
+def _routing() -> float:
+    """Microseconds of the processor for each of 5 000 requests, of which one ends as the next one begins."""
+    loads = [Load(Engine(rank, 0, f"http://host:{rank}", True), 10_000 // 64, rank) for rank in range(64)]
+    began = time.process_time()
+    for turn in range(5_000):
+        chosen = choose(loads, (), 0.0)
+        assert isinstance(chosen, Engine)
+        loads[chosen.rank] = begun(loads[chosen.rank], turn, 100)
+        loads[turn % 64] = ended(loads[turn % 64], None, 0.0, 100)
+    return (time.process_time() - began) / 5_000 * 1e6
 
 
 def _network() -> Any:
