@@ -66,6 +66,10 @@ def settings_of(config: ExperimentConfig) -> Settings:
         "tokenizer": first.tokenizer_name_or_path,
         "datasets": {str(at): _named(each) for at, each in enumerate(_datasets(config))},
     }
+    for manager in config.gserver_manager:
+        rollout = config.rollout_worker[0]
+        found["gserver_manager.max_head_offpolicyness"] = manager.max_head_offpolicyness
+        found["rollout_worker"] = {"agent": _named(rollout.agent), "env": _named(rollout.env)}
     for worker in config.model_worker:
         for shard in worker.shards:
             if shard.should_instantiate:
@@ -110,7 +114,9 @@ _LONGEST = 160
 
 def _datasets(config: ExperimentConfig) -> list[DatasetAbstraction]:
     """The datasets of the first worker that reads any."""
-    return next((worker.datasets for worker in config.model_worker if worker.datasets), [])
+    each = [worker.datasets for worker in config.rollout_worker]
+    each += [worker.datasets for worker in config.model_worker]
+    return next(filter(None, each), [])
 
 
 def _named(chosen: Abstraction) -> dict[str, Any]:

@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 
 from unirun.errors import CheckpointDamaged, UsageError
 from unirun.experiments.config import (
+    AgentAbstraction,
     Allocation,
     DatasetAbstraction,
+    EnvServiceAbstraction,
     ExperimentSaveEvalControl,
+    GserverManager,
     ModelBackendAbstraction,
+    RolloutWorker,
     model_workers,
 )
 from unirun.experiments.graph import MicroBatchSpec, topology
@@ -30,7 +34,7 @@ from unirun.experiments.recovery import (
     settings_of,
 )
 
-from .sample_configs import ACTOR, NETWORK, TRAIN, call, config_with, ppo
+from .sample_configs import ACTOR, NETWORK, PROMPTS, TRAIN, call, config_with, ppo
 
 MODELS = ["actor@0", "critic@0"]
 SETTINGS = {"n_seqs": "8", "models.actor@0.backend.lr": "0.1", "code.ppo": "ab"}
@@ -305,3 +309,17 @@ class TestKeeping:
         recovery.clear()
         recovery.clear()
         assert recovery.latest() is None
+
+
+def test_an_asynchronous_trial_goes_on_with_its_agent_and_its_bound_only() -> None:
+    config = ppo(separate=False)
+    config.gserver_manager = [GserverManager(ACTOR, 0, "round_robin", 1, 8, 10, 4)]
+    agent, env = AgentAbstraction("a", {"turns": 2}), EnvServiceAbstraction("e")
+    config.rollout_worker = [RolloutWorker(1, ACTOR, "letters", 8, 10, env, agent, [PROMPTS])]
+    before = settings_of(config)
+    config.gserver_manager[0].max_head_offpolicyness = 4
+    config.rollout_worker[0].agent = AgentAbstraction("a", {"turns": 3})
+    assert [*changes(before, settings_of(config)).values()] == [
+        "gserver_manager.max_head_offpolicyness: 1 → 4",
+        "rollout_worker.agent.turns: 2 → 3",
+    ]
