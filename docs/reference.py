@@ -34,7 +34,7 @@ PAGES = {
         ],
     ),
     "weights": ("Weights and queues", ["Weights", "Queues"]),
-    "engines": ("Engines", ["Engines"]),
+    "engines": ("Engines and rollouts", ["Engines", "Rollouts"]),
     "jobs": ("Jobs from Python", ["Jobs from Python"]),
     "train": (
         "A training function on many ranks",
@@ -85,6 +85,12 @@ SECTIONS = {
         *(f"rollout.client.{name}" for name in ("Engine", "Engines", "EngineList", "AddressFile")),
         "ServerError",
         "ServerTimeout",
+    ],
+    "Rollouts": [
+        *(f"rollout.pool.{name}" for name in ("Pool", "Recorder")),
+        *(f"rollout.episodes.{name}" for name in ("Group", "Trajectory", "Outcomes")),
+        *(f"rollout.completing.{name}" for name in ("Completer", "Completion")),
+        "rollout.rewards.Rewards",
     ],
     "Jobs from Python": [
         "DLJobBuilder",
@@ -168,6 +174,7 @@ SECTIONS = {
     "Data of an experiment": [
         *("experiments.SequenceSample", "experiments.NamedArray", "experiments.DatasetAbstraction"),
         *("experiments.DatasetUtility", "experiments.register_dataset", "experiments.register_tokenizer"),
+        *("experiments.RolloutAgent", "experiments.register_agent", "experiments.register_environment"),
         *("experiments.PromptDataset", "experiments.PromptAnswerDataset", "experiments.PairedDataset"),
         *("experiments.AgentAbstraction", "experiments.EnvServiceAbstraction"),
     ],

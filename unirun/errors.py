@@ -33,6 +33,8 @@
     ├── PeerLost                a worker died while weights were moved to it or from it
     ├── ServerError             an inference server did not do what it was asked for: it refused, or died
     │   └── ServerTimeout       it did not answer before the deadline
+    ├── EpisodeFailed           an agent took too long, or fails for each prompt
+    │   └── RewardFailed        a reward function has raised, or did not return before the deadline
     ├── JobFailed               a submitted job did not succeed
     ├── TrainingFailed          a training run could not go on: workers were lost too often, reports did not match
     ├── CheckpointDamaged       a checkpoint cannot be read, or is not as it was written
@@ -64,6 +66,7 @@ __all__ = [
     "CheckpointDamaged",
     "ConnectionLost",
     "EncodingError",
+    "EpisodeFailed",
     "Fault",
     "Fenced",
     "FrameError",
@@ -83,6 +86,7 @@ __all__ = [
     "RemoteError",
     "RemoteTraceback",
     "RendezvousError",
+    "RewardFailed",
     "ServerError",
     "ServerTimeout",
     "SpecError",
@@ -356,6 +360,14 @@ class ServerError(UnirunError):
 
 class ServerTimeout(ServerError, TimeoutError):
     """The inference server did not answer before the deadline."""
+
+
+class EpisodeFailed(UnirunError):
+    """An episode of an agent took too long, or all episodes of many prompts have failed."""
+
+
+class RewardFailed(EpisodeFailed):
+    """A reward function has raised, or none of its processes returned before the deadline."""
 
 
 class JobFailed(UnirunError):

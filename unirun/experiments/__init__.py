@@ -33,8 +33,10 @@ if TYPE_CHECKING:
         TasksGroup,
         WorkerInformation,
         model_workers,
+        register_agent,
         register_backend,
         register_dataset,
+        register_environment,
         register_interface,
         register_model,
     )
@@ -76,6 +78,7 @@ if TYPE_CHECKING:
         Place,
     )
     from unirun.experiments.recovery import RecoverInfo
+    from unirun.experiments.rollout_worker import RolloutAgent
     from unirun.experiments.sample import NamedArray, SequenceSample
 
 __all__ = [
@@ -119,6 +122,7 @@ __all__ = [
     "PromptDataset",
     "RecoverInfo",
     "Resolved",
+    "RolloutAgent",
     "RolloutWorker",
     "Scheduling",
     "SequenceSample",
@@ -128,8 +132,10 @@ __all__ = [
     "build_graph",
     "make_experiment",
     "model_workers",
+    "register_agent",
     "register_backend",
     "register_dataset",
+    "register_environment",
     "register_experiment",
     "register_interface",
     "register_model",
@@ -137,7 +143,7 @@ __all__ = [
     "topology",
 ]
 
-_HOMES = ("graph", "config", "experiment", "sample", "models.api", "datasets", "recovery")
+_HOMES = ("graph", "config", "experiment", "sample", "models.api", "datasets", "recovery", "rollout_worker")
 """The modules that have these names. Those that import torch come after the others."""
 
 

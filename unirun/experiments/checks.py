@@ -19,8 +19,10 @@ from typing import Any
 from unirun.collocation.graph import show_ranks
 from unirun.errors import Fault, SpecError, UsageError
 from unirun.experiments.config import (
+    AGENTS,
     BACKENDS,
     DATASETS,
+    ENVIRONMENTS,
     INTERFACES,
     MODELS,
     ExperimentDescription,
@@ -373,6 +375,8 @@ def _rollout_faults(where: str, rollout: RolloutWorker, managers: list[GserverMa
         yield Fault(f"{where}.tokenizer_path", "it is empty", "give the tokenizer of the model")
     for each in rollout.datasets:
         yield from _unregistered(where, DATASETS, each.type_)
+    yield from _unregistered(where, AGENTS, rollout.agent.type_)
+    yield from _unregistered(where, ENVIRONMENTS, rollout.env.type_)
     yield from _too_small(where, rollout, "new_tokens_per_chunk", "rollout_request_timeout")
 
 
@@ -446,6 +450,12 @@ def _named(config: ExperimentDescription) -> Iterator[tuple[str, Registry[Any], 
         yield f"models.{name}", BACKENDS, shard.backend
     for where, dataset in _datasets(config):
         yield where, DATASETS, dataset
+    for index, rollout in enumerate(config.rollout_worker):
+        where = f"rollout_worker.{index}"
+        yield f"{where}.agent", AGENTS, rollout.agent
+        yield f"{where}.env", ENVIRONMENTS, rollout.env
+        for dataset in rollout.datasets:
+            yield f"{where}.datasets", DATASETS, dataset
 
 
 def _datasets(config: ExperimentDescription) -> Iterator[tuple[str, Abstraction]]:

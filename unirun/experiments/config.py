@@ -254,9 +254,10 @@ class GserverManager:
 
 @dataclass
 class RolloutWorker:
-    """A worker that makes trajectories with an agent and an environment.
+    """A worker in which an agent makes trajectories of the prompts in `datasets`, with an environment for each episode.
 
-    It is checked, but this version cannot start one.
+    A request to a generation server may take `rollout_request_timeout` seconds, and is made in parts of
+    `new_tokens_per_chunk` tokens.
     """
 
     base_seed: int
@@ -512,6 +513,8 @@ DATASETS: Registry[Any] = Registry("dataset")
 MODELS: Registry[Any] = Registry("model")
 BACKENDS: Registry[Any] = Registry("backend")
 INTERFACES: Registry[Any] = Registry("interface")
+AGENTS: Registry[Any] = Registry("agent")
+ENVIRONMENTS: Registry[Any] = Registry("environment")
 
 # What is built in is registered as strings: the command that starts a trial needs only the names. Datasets register
 # themselves, and interfaces come with the algorithms.
@@ -519,6 +522,7 @@ for _name, _class in (("ddp", "Train"), ("fsdp2", "Sharded"), ("inference", "Inf
     BACKENDS.register(_name, f"unirun.experiments.models.backends:{_class}Backend")
 MODELS.register("causal_lm", "unirun.experiments.models.backends:causal_lm")
 MODELS.register("null", "unirun.experiments.models.backends:no_model")
+ENVIRONMENTS.register("null", lambda: None)
 
 INTERFACES.register("decoupled_grpo", "unirun.experiments.algorithms:DecoupledGRPO")
 
@@ -545,3 +549,14 @@ def register_backend(name: str, cls: Any) -> None:
 def register_interface(name: str, cls: Any) -> None:
     """`ModelInterfaceAbstraction(name, args)` makes ``cls(**args)``, a `ModelInterface`."""
     INTERFACES.register(name, cls)
+
+
+def register_agent(name: str, cls: Any) -> None:
+    """`AgentAbstraction(name, args)` makes ``cls(**args)``, a `RolloutAgent`, once in each rollout worker."""
+    AGENTS.register(name, cls)
+
+
+def register_environment(name: str, cls: Any) -> None:
+    """`EnvServiceAbstraction(name, args)` makes ``cls(**args)`` for each episode. ``null``: there is
+    none."""
+    ENVIRONMENTS.register(name, cls)

@@ -97,6 +97,7 @@ def serve_workload(context: Context, kind: type[BaseWorkload]) -> None:
     formation = Formation(peers, partial(_formed, workload, Replica(workload)), main_thread())
     workload._synced, workload._anew = session.synced, formation.anew
     dispatcher = session.dispatcher(workload, invocations(workload), formation)
+    workload._leave = dispatcher.leave
 
     peers.when_changed(formation.news)
     formation.enter(workload.setup)

@@ -150,6 +150,8 @@ class BaseWorkload:
         self._synced: Mapping[str, Callable[[int, float | None], int]] = {}
         self._anew: Callable[[str], None] = lambda name: None
         """Has all ranks form the default process group again, when each of them calls it with the same new name."""
+        self._leave: Callable[[BaseException], None] = lambda error: None
+        """Ends the worker with an error of another thread."""
 
     @property
     def master_handle(self) -> MasterHandle:

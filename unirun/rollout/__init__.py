@@ -1,9 +1,19 @@
-"""Requests to the engines of a job: which one gets each, and what becomes of those that a dead one had not finished."""
+"""Requests to the engines of a job: which one gets each, and what becomes of those that a dead one had not finished.
+And agents that make trajectories with them."""
 
-from unirun.rollout.choosing import Answer, Span
-from unirun.rollout.client import AddressFile, EngineClient, EngineList, Engines
-from unirun.rollout.completing import Completer, Completion, EngineCompleter
-from unirun.values import Engine
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unirun.rollout.choosing import Answer, Span
+    from unirun.rollout.client import AddressFile, EngineClient, EngineList, Engines
+    from unirun.rollout.completing import Completer, Completion, EngineCompleter
+    from unirun.rollout.episodes import Group, Outcomes, Trajectory
+    from unirun.rollout.pool import Pool, Recorder
+    from unirun.rollout.rewards import Rewards
+    from unirun.values import Engine
 
 __all__ = [
     "AddressFile",
@@ -15,5 +25,35 @@ __all__ = [
     "EngineCompleter",
     "EngineList",
     "Engines",
+    "Group",
+    "Outcomes",
+    "Pool",
+    "Recorder",
+    "Rewards",
     "Span",
+    "Trajectory",
 ]
+
+_HOMES = {
+    "unirun.rollout.choosing": ("Answer", "Span"),
+    "unirun.rollout.client": ("AddressFile", "EngineClient", "EngineList", "Engines"),
+    "unirun.rollout.completing": ("Completer", "Completion", "EngineCompleter"),
+    "unirun.rollout.episodes": ("Group", "Outcomes", "Trajectory"),
+    "unirun.rollout.pool": ("Pool", "Recorder"),
+    "unirun.rollout.rewards": ("Rewards",),
+    "unirun.values": ("Engine",),
+}
+"""The module that has each name. They are imported when they are used: a process of rewards needs little of it, and a
+client needs no torch."""
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            found = globals()[name] = getattr(importlib.import_module(home), name)
+            return found
+    raise AttributeError(f"module 'unirun.rollout' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

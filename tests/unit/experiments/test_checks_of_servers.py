@@ -24,9 +24,19 @@ from unirun.experiments.config import (
     GenerationServer,
     GserverManager,
     RolloutWorker,
+    register_agent,
 )
 from unirun.experiments.experiment import ExperimentConfig
 from unirun.experiments.graph import ModelName
+
+
+class Silent:
+    """An agent that no test runs."""
+
+    def __init__(self, *, turns: int = 1) -> None: ...
+
+
+register_agent("tests-agent", Silent)
 
 
 def only(config: ExperimentConfig) -> str:
@@ -40,7 +50,7 @@ def manager(**changes: Any) -> GserverManager:
 
 
 def rollout(**changes: Any) -> RolloutWorker:
-    env, agent = EnvServiceAbstraction("env"), AgentAbstraction("agent")
+    env, agent = EnvServiceAbstraction("null"), AgentAbstraction("tests-agent")
     return replace(RolloutWorker(1, ACTOR, "letters", 8, 10, env, agent, [PROMPTS]), **changes)
 
 
@@ -86,6 +96,18 @@ def test_a_model_that_no_worker_has() -> None:
 def test_a_worker_that_asks_for_another_model() -> None:
     config = with_servers(rollouts=[rollout(model_name=COPY)])
     assert only(config) == "rollout_worker.0: it asks for actor@1"
+
+
+def test_agents_and_environments_are_registered_and_take_their_arguments() -> None:
+    config = with_servers(
+        rollouts=[rollout(env=EnvServiceAbstraction("tests-missing"), agent=AgentAbstraction("tests-nobody"))]
+    )
+    assert texts_of(faults_of(config)) == [
+        "rollout_worker.0: no agent is registered as 'tests-nobody'",
+        "rollout_worker.0: no environment is registered as 'tests-missing'",
+    ]
+    config = with_servers(rollouts=[rollout(agent=AgentAbstraction("tests-agent", {"rounds": 2}))])
+    assert "rounds" in only(config)
 
 
 def test_numbers_that_are_none_are_told_at_once() -> None:

@@ -329,10 +329,10 @@ class Dispatcher:
         try:
             self._run(run)
         except BaseException as leave:  # noqa: BLE001 - it ends the program, not the thread
-            self._leave(leave)
+            self.leave(leave)
 
-    def _leave(self, leave: BaseException) -> None:
-        """Raise `leave` in the serving thread, which ends the program."""
+    def leave(self, leave: BaseException) -> None:
+        """Raise `leave` in the serving thread, which ends the program. Called in any thread."""
 
         def raise_it() -> None:
             raise leave
@@ -353,7 +353,7 @@ class Dispatcher:
             explained = await asyncio.to_thread(self._explained, error)
             outcome = self._error(error, disturbed=self._disturbed != before or explained)
         except BaseException as leave:  # noqa: BLE001 - it ends the program, not the task
-            self._leave(leave)
+            self.leave(leave)
             return
         self._trace(run, began)
         self._finish(run, outcome)

@@ -1,0 +1,64 @@
+"""The turns of an episode as sequences to be trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.rollout.fake_completer import made
+from unirun.rollout.completing import Completion
+from unirun.rollout.episodes import NOT_MADE, Trajectory, Turn, oldest, trajectories
+
+
+def test_one_turn_is_a_prompt_that_is_not_trained_on_and_an_answer_that_is() -> None:
+    (found,) = trajectories([Turn((5, 6), made(7, 8, version=3))], 0.5)
+    assert found == Trajectory(
+        (5, 6, 7, 8),
+        (False, False, True, True),
+        (0.0, 0.0, -0.5, -0.5),
+        (NOT_MADE, NOT_MADE, 3, 3),
+        0.5,
+    )
+
+
+def test_what_the_environment_says_between_two_turns_is_not_trained_on() -> None:
+    (found,) = trajectories([Turn((1,), made(2, version=0)), Turn((1, 2, 9), made(3, version=1))], 1.0)
+    assert found.token_ids == (1, 2, 9, 3)
+    assert found.trained == (False, True, False, True)
+    assert found.versions == (NOT_MADE, 0, NOT_MADE, 1)
+
+
+def test_a_prompt_that_does_not_go_on_with_what_was_said_begins_another_trajectory() -> None:
+    first, second = trajectories([Turn((1,), made(2)), Turn((1, 3), made(4)), Turn((1, 2, 5), made(6))], 1.0)
+    assert first.token_ids == (1, 2, 5, 6)
+    assert second.token_ids == (1, 3, 4)
+    assert first.reward == second.reward == 1.0
+
+
+def test_the_version_of_a_group_is_the_oldest_that_has_made_a_token() -> None:
+    mixed = Completion((1, 2), (0.0, 0.0), (4, 5), "stop")
+    assert oldest([made(1, version=6), mixed]) == 4
+    assert oldest([made()]) is None
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=3), st.lists(st.integers(0, 2), max_size=3))))
+def test_each_token_that_was_made_is_trained_on_once_and_no_other(
+    rounds: Sequence[tuple[Sequence[int], Sequence[int]]],
+) -> None:
+    turns, context = [], tuple[int, ...]()
+    for number, (said, answer) in enumerate(rounds):
+        prompt = (*context, *said) if number % 3 else tuple(said)
+        turns.append(Turn(prompt, made(*answer, version=number)))
+        context = (*prompt, *answer)
+    found = trajectories(turns, 0.0)
+    trained = [
+        version
+        for each in found
+        for version, is_trained in zip(each.versions, each.trained, strict=True)
+        if is_trained
+    ]
+    assert sorted(trained) == sorted(v for turn in turns for v in turn.completion.versions)
+    for each in found:
+        assert len(each.token_ids) == len(each.trained) == len(each.logprobs) == len(each.versions)

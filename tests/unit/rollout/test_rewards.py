@@ -1,0 +1,88 @@
+"""Reward functions in processes of their own, which hang, crash and print."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.waiting import WAIT_TIMEOUT
+from unirun.errors import RewardFailed, UsageError
+from unirun.rollout.rewards import Rewards
+
+
+def play(story: Callable[[], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        async with asyncio.timeout(WAIT_TIMEOUT):
+            await story()
+
+    asyncio.run(whole())
+
+
+def length(text: str, *, factor: float = 1.0) -> float:
+    print("not an answer")
+    return len(text) * factor
+
+
+def misbehave(what: str, marks: str = "") -> float:
+    if what == "raise":
+        raise ValueError("not a number")
+    first = not marks or not os.path.exists(marks)
+    if marks:
+        Path(marks).touch()
+    if what == "hang" and first:
+        time.sleep(3600)
+    if what == "crash" and first:
+        os._exit(3)
+    return 1.0
+
+
+@pytest.mark.starts_processes
+def test_calls_are_answered_by_processes_that_may_print() -> None:
+    async def story() -> None:
+        rewards = Rewards(length, processes=2)
+        found = await asyncio.gather(*(rewards("x" * n, factor=0.5) for n in range(20)))
+        assert found == [0.5 * n for n in range(20)]
+        await rewards.close()
+
+    play(story)
+
+
+@pytest.mark.starts_processes
+def test_a_function_that_raises_is_not_tried_again() -> None:
+    async def story() -> None:
+        rewards = Rewards(misbehave, processes=1)
+        with pytest.raises(RewardFailed, match="not a number"):
+            await rewards("raise")
+        assert rewards.failed == 1
+        assert await rewards("nothing") == 1.0
+        await rewards.close()
+
+    play(story)
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize(("what", "problem"), [("hang", "not returned within"), ("crash", "exit code 3")])
+def test_a_process_that_hangs_or_crashes_is_replaced_so_many_times(
+    what: str, problem: str, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        rewards = Rewards(misbehave, processes=1, timeout=0.2 if what == "hang" else 15.0, attempts=2)
+        # The second process answers.
+        assert await rewards(what, str(tmp_path / "mark")) == 1.0
+        with pytest.raises(RewardFailed, match=problem):
+            await rewards(what)
+        await rewards.close()
+
+    play(story)
+
+
+@pytest.mark.parametrize("wrong", [lambda text: 1.0, play.__code__, asyncio.sleep])
+def test_a_function_that_another_process_cannot_find_is_refused(wrong: Any) -> None:
+    with pytest.raises(UsageError):
+        Rewards(wrong)

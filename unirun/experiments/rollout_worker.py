@@ -1,0 +1,232 @@
+"""`RolloutWorkerProcess`: a process in which an agent makes trajectories, many at a time, for the model workers.
+
+It takes the prompts of its datasets in a random order, again and again, asks the generation servers, and puts each
+group that is accepted into the queue `TRAJECTORIES`, as a sample of one id. The gate of the queue says when a group may
+begin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from unirun.errors import PeerLost, UsageError
+from unirun.experiments.config import AGENTS, DATASETS, ENVIRONMENTS, GserverManager, RolloutWorker
+from unirun.experiments.datasets import Dataset, DatasetUtility, Joined, load_tokenizer
+from unirun.experiments.experiment import import_modules, resolve, trial_of
+from unirun.experiments.sample import SequenceSample
+from unirun.observe.events import LineLog
+from unirun.roles import BaseWorkload
+from unirun.rollout.client import EngineClient
+from unirun.rollout.completing import Completer, EngineCompleter
+from unirun.rollout.episodes import Group, Outcomes
+from unirun.rollout.pool import Data, Pool, Recorder
+from unirun.weights import Queue
+from unirun.wire.reporting import report
+
+TRAJECTORIES = "trajectories"
+"""The queue from rollout workers to model workers."""
+
+SERVERS = "generation_server"
+"""The role of the engines."""
+
+QUEUE_ITEMS = 64
+"""Groups of one rollout worker that no model worker has taken."""
+
+REPORT_INTERVAL = 1.0
+"""Seconds between two reports of what becomes of groups."""
+
+STOP_TIMEOUT = 5.0
+"""Seconds in which the episodes that are open are cancelled at the end."""
+
+
+class RolloutAgent(Protocol):
+    """Makes episodes (`register_agent`). It may also have `group_size` (1), the parameters `sampling` of all requests,
+    and ``should_accept(group)``, which says if a `Group` is to be trained on."""
+
+    async def run(self, data: Mapping[str, Any], client: Recorder) -> float | None:
+        """One episode of the prompt `data`: its reward, or None if nothing is to be learned from it.
+
+        `data` is a row of the dataset, with the tokens of its prompt as ``input_ids``, its text as ``prompt``, and its
+        ``id``. What the `client` is asked for is trained on. ``client.env`` is the environment.
+        """
+
+
+def sample_of(group: Group) -> SequenceSample:
+    """A group as a sample of one id, with a sequence for each trajectory: `packed_input_ids`, `prompt_mask` (true for
+    tokens that the model has not made), `packed_logprobs`, `versions`, and `rewards`."""
+    each = group.trajectories
+    return SequenceSample.of(
+        {
+            "packed_input_ids": [[torch.tensor(t.token_ids, dtype=torch.long) for t in each]],
+            "prompt_mask": [[~torch.tensor(t.trained, dtype=torch.bool) for t in each]],
+            "packed_logprobs": [[torch.tensor(t.logprobs, dtype=torch.float32) for t in each]],
+            "versions": [[torch.tensor(t.versions, dtype=torch.long) for t in each]],
+            "rewards": [[torch.tensor(t.reward, dtype=torch.float32) for t in each]],
+        },
+        [group.id],
+        row=[{key: value for key, value in group.data.items() if key != "input_ids"}],
+    )
+
+
+def prompts(dataset: Dataset, tokenizer: Any, rank: int, world_size: int, seed: int) -> Iterator[Data]:
+    """The prompts of one of so many workers, without end: each worker has a part of each epoch, in a random order."""
+    if len(dataset) < world_size:
+        raise UsageError(
+            f"the datasets of the rollout workers have {len(dataset)} prompts for {world_size} workers",
+            "give one for each",
+        )
+    shuffle = random.Random(seed)
+    places = [*range(len(dataset))]
+    while True:
+        shuffle.shuffle(places)
+        for place in places[rank::world_size]:
+            yield data_of(dataset[place], tokenizer)
+
+
+def data_of(sample: SequenceSample, tokenizer: Any) -> dict[str, Any]:
+    """A sample of a dataset as an agent gets it."""
+    tokens: list[int] = sample["packed_prompts"].tolist()
+    row = sample.metadata["row"][0] if "row" in sample.metadata else {}
+    return {**row, "id": sample.ids[0], "prompt": tokenizer.decode(tokens), "input_ids": tokens}
+
+
+class RolloutWorkerProcess(BaseWorkload):
+    """One of the rollout workers of a trial. It works by itself, in a thread with an event loop."""
+
+    def setup(self) -> None:
+        """Read the configuration and the datasets, and begin."""
+        self._trial = trial_of(self.config)
+        import_modules(self._trial.modules, self._trial.folder)
+        config = resolve(self._trial.experiment, self._trial.overrides)
+        self._mine: RolloutWorker = config.rollout_worker[self.rank]
+        self._manager: GserverManager = config.gserver_manager[0]
+        self._tokenizer = load_tokenizer(self._mine.tokenizer_path)
+        util = DatasetUtility(self._tokenizer, self._mine.base_seed)
+        made = [DATASETS.find(each.type_)(util, **each.args) for each in self._mine.datasets]
+        self._dataset: Dataset = made[0] if len(made) == 1 else Joined(made)
+        self._agent: Any = AGENTS.find(self._mine.agent.type_)(**self._mine.agent.args)
+        self._lines = LineLog(self._folder() / f"{self.rank}.jsonl")
+        self._queue = Queue(
+            TRAJECTORIES,
+            producer=self.role,
+            consumer="model_worker",
+            maxsize=QUEUE_ITEMS,
+            batch=self._manager.train_batch_size,
+            max_head_offpolicyness=self._manager.max_head_offpolicyness,
+            max_concurrent_rollouts=self._manager.max_concurrent_rollouts,
+        )
+        self._task: asyncio.Task[None] | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True)
+        self._thread.start()
+
+    def _folder(self) -> Path:
+        folder = Path(self._trial.root) / TRAJECTORIES
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def completer(self) -> Completer:
+        """The generation servers."""
+        client = EngineClient(SERVERS, timeout=self._mine.rollout_request_timeout)
+        return EngineCompleter(
+            client,
+            new_tokens_per_chunk=self._mine.new_tokens_per_chunk,
+            schedule_policy=self._manager.schedule_policy,
+        )
+
+    def _work(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._task = self._loop.create_task(self._roll())
+            self._loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
+            return
+        except PeerLost as error:
+            # The job ends.
+            report(f"unirun: no more trajectories are made: {error}")
+        except BaseException as error:  # noqa: BLE001 - it ends the worker, not this thread
+            self._leave(error)
+
+    async def _roll(self) -> None:
+        pool = self._pool()
+        # A worker that was started again does not begin with the same prompts.
+        seed = self._mine.base_seed * 1000 + self.master_handle.context.incarnation
+        source = prompts(self._dataset, self._tokenizer, self.rank, self.world_size, seed)
+        telling = asyncio.create_task(self._tell(pool))
+        try:
+            await pool.feed(source, self._queue.admit_async, self._put)
+        finally:
+            telling.cancel()
+
+    def _pool(self) -> Pool:
+        env, agent = self._mine.env, self._agent
+        make = ENVIRONMENTS.find(env.type_)
+        return Pool(
+            self.completer(),
+            agent.run,
+            group_size=getattr(agent, "group_size", 1),
+            batch=self._manager.train_batch_size,
+            max_head_offpolicyness=self._manager.max_head_offpolicyness,
+            max_concurrent_rollouts=self._manager.max_concurrent_rollouts,
+            should_accept=getattr(agent, "should_accept", lambda group: True),
+            sampling=getattr(agent, "sampling", {}),
+            tokenizer=self._tokenizer,
+            env=lambda: make(**env.args),
+            dump=self._dump,
+        )
+
+    async def _put(self, group: Group) -> None:
+        await self._queue.put_async(sample_of(group), version=group.version)
+
+    def _dump(self, group: Group) -> None:
+        """Write a group as a line, for people."""
+        self._lines.append(
+            {
+                "id": group.id,
+                "version": group.version,
+                "trajectories": [
+                    {
+                        "reward": each.reward,
+                        "tokens": len(each),
+                        "text": self._tokenizer.decode(each.token_ids),
+                    }
+                    for each in group.trajectories
+                ],
+            }
+        )
+
+    async def _tell(self, pool: Pool) -> None:
+        before, since = pool.outcomes, time.monotonic()
+        while True:
+            await asyncio.sleep(REPORT_INTERVAL)
+            now, at = pool.outcomes, time.monotonic()
+            self.master_handle.report(figures(before, now, at - since))
+            before, since = now, at
+
+    def teardown(self) -> None:
+        """Cancel the episodes that are open."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._cancel)
+            self._thread.join(STOP_TIMEOUT)
+        self._lines.close()
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+
+def figures(before: Outcomes, now: Outcomes, seconds: float) -> dict[str, float]:
+    """The figures of a rollout worker: numbers so far, those that are open now, and tokens in each second since
+    `before`."""
+    found = {
+        f"rollout/{name}": float(getattr(now, name)) for name in now.__struct_fields__ if name != "tokens"
+    }
+    return {**found, "rollout/tokens_per_s": (now.tokens - before.tokens) / seconds}

@@ -1,0 +1,285 @@
+"""`Rewards`: a reward function in processes of its own, so that one that hangs or crashes does not take the rollouts.
+
+The function is called by its name in a new interpreter, which imports its module. Arguments and results are what JSON
+has. This module is also the program of these processes: ``python -m unirun.rollout.rewards``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import os
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, BinaryIO
+
+import msgspec
+
+from unirun.errors import RewardFailed, UsageError
+from unirun.values import Value
+
+REWARD_TIMEOUT = 15.0
+"""Seconds in which a reward function must return."""
+
+REWARD_ATTEMPTS = 3
+"""Processes that are tried for one reward."""
+
+MAX_MESSAGE = 64 << 20
+"""Bytes of the arguments of one call, or of its result."""
+
+START_TIMEOUT = 120.0
+"""Seconds in which a process must have imported the module of its function."""
+
+
+class Named(Value):
+    """A function at the top of a module. `file` is that of the module, for one that cannot be imported by its name;
+    `path` is ``sys.path``."""
+
+    module: str
+    file: str
+    name: str
+    path: tuple[str, ...]
+
+
+class _Call(Value):
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+
+class _Result(Value):
+    """`problem` is the traceback of a call that has raised."""
+
+    value: Any = None
+    problem: str = ""
+
+
+def named(function: Callable[..., Any]) -> Named:
+    """The name of a function, by which another process finds it. Raises `UsageError` when it has none."""
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    if not module or not name or "<" in name or inspect.iscoroutinefunction(function):
+        raise UsageError(
+            f"{function!r} cannot be a reward function", "write a def at the top level of a module"
+        )
+    if module == "__main__":
+        raise UsageError(
+            f"the reward function {name} is in the program that was started",
+            "put it into a module, which other processes import",
+        )
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return Named(module, file, name, tuple(sys.path))
+
+
+class Rewards:
+    """A reward function, called in `processes` processes of its own::
+
+        rewards = Rewards(verify, processes=4)
+        reward = await rewards("3+8=", "11")
+
+    A process that has not answered within `timeout` seconds, or has ended, is replaced by another one, which gets the
+    call again; after `attempts` of them the call raises `RewardFailed`. What the function itself raises would come
+    again, so it raises `RewardFailed` at once. Belongs to one event loop.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        processes: int = 2,
+        timeout: float = REWARD_TIMEOUT,
+        attempts: int = REWARD_ATTEMPTS,
+    ) -> None:
+        """Raises `UsageError` for a function that another process cannot find, and values that do not fit."""
+        if processes < 1 or timeout <= 0 or attempts < 1:
+            raise UsageError("processes and attempts must be 1 or more, and timeout more than 0")
+        self.function, self.timeout, self.attempts = named(function), timeout, attempts
+        self.failed = 0
+        """Calls that have raised `RewardFailed`."""
+        self._idle: asyncio.LifoQueue[_Process | None] = asyncio.LifoQueue()
+        for _ in range(processes):
+            self._idle.put_nowait(None)
+        self._all: set[_Process] = set()
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of the function. Raises `RewardFailed`."""
+        line = msgspec.json.encode(_Call(list(args), kwargs)) + b"\n"
+        if len(line) > MAX_MESSAGE:
+            raise UsageError(
+                f"the arguments of a reward function have {len(line)} bytes", f"at most {MAX_MESSAGE}"
+            )
+        problem = ""
+        for _ in range(self.attempts):
+            found = await self._tried(line)
+            if isinstance(found, _Result):
+                if not found.problem:
+                    return found.value
+                raise self._given_up(f"has raised:\n{found.problem}", "correct it")
+            problem = found
+        raise self._given_up(
+            f"{problem}, in each of {self.attempts} processes", "make it faster, or give it more time"
+        )
+
+    def _given_up(self, problem: str, remedy: str) -> RewardFailed:
+        self.failed += 1
+        return RewardFailed(f"reward function {self.function.module}.{self.function.name} {problem}", remedy)
+
+    async def _tried(self, line: bytes) -> _Result | str:
+        """The result of one try, or the reason why there is none."""
+        process = await self._idle.get()
+        try:
+            if process is None:
+                process = await self._started()
+            async with asyncio.timeout(self.timeout):
+                found = await process.ask(line)
+        except TimeoutError:
+            found = f"has not returned within {self.timeout:g} s"
+        except BaseException:
+            if process is not None:
+                process.kill()
+            self._idle.put_nowait(None)
+            raise
+        if isinstance(found, str) and process is not None:
+            await process.end()
+            self._all.discard(process)
+            process = None
+        self._idle.put_nowait(process)
+        return found
+
+    async def _started(self) -> _Process:
+        process = await _Process.start(self.function)
+        self._all.add(process)
+        return process
+
+    async def close(self) -> None:
+        """End the processes."""
+        processes, self._all = self._all, set()
+        for process in processes:
+            await process.end()
+
+
+class _Process:
+    """A process of a reward function, as its caller sees it."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, function: Named) -> _Process:
+        """Start one. Raises `RewardFailed` when it cannot import the function."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "unirun.rollout.rewards",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=MAX_MESSAGE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)},
+        )
+        made = cls(process)
+        try:
+            async with asyncio.timeout(START_TIMEOUT):
+                found = await made.ask(msgspec.json.encode(function) + b"\n")
+        except TimeoutError:
+            found = f"it was not imported within {START_TIMEOUT:g} s"
+        except BaseException:
+            made.kill()
+            raise
+        problem = found if isinstance(found, str) else found.problem
+        if problem:
+            await made.end()
+            raise RewardFailed(
+                f"the process of reward function {function.module}.{function.name} has not started: {problem}",
+                "can its module be imported by a new interpreter?",
+            )
+        return made
+
+    async def ask(self, line: bytes) -> _Result | str:
+        """The answer; or the way in which the process has ended."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        with contextlib.suppress(ConnectionError):
+            stdin.write(line)
+            await stdin.drain()
+        answer = await stdout.readline()
+        if answer.endswith(b"\n"):
+            return msgspec.json.decode(answer, type=_Result)
+        code = await self._process.wait()
+        return f"has ended its process by {'signal' if code < 0 else 'exit code'} {abs(code)}"
+
+    def kill(self) -> None:
+        """End it now."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def end(self) -> None:
+        """End it, and wait for that."""
+        self.kill()
+        # It reads what is left, so that the pipes are closed.
+        await self._process.communicate()
+
+
+# The program of these processes.
+
+
+def main() -> None:
+    """Import the function that stdin names, and call it with what comes after. Ends with stdin."""
+    # The function may print, which must not be an answer.
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(sys.stdin.buffer, lines), daemon=True).start()
+    function: Callable[..., Any] | None = None
+    while True:
+        line = lines.get()
+        try:
+            if function is None:
+                function, value = _imported(msgspec.json.decode(line, type=Named)), None
+            else:
+                call = msgspec.json.decode(line, type=_Call)
+                value = function(*call.args, **call.kwargs)
+            answer = msgspec.json.encode(_Result(value, ""))
+        except Exception:  # noqa: BLE001 - whatever a user's function raises
+            answer = msgspec.json.encode(_Result(None, traceback.format_exc()))
+        answers.write(answer + b"\n")
+
+
+def _read(source: BinaryIO, lines: queue.SimpleQueue[bytes]) -> None:
+    """Also while the function runs: it ends with the process that wants its result."""
+    for line in source:
+        lines.put(line)
+    os._exit(0)
+
+
+def _imported(wanted: Named) -> Callable[..., Any]:
+    sys.path[:] = wanted.path
+    found: Any = _module(wanted)
+    for part in wanted.name.split("."):
+        found = getattr(found, part)
+    function: Callable[..., Any] = found
+    return function
+
+
+def _module(wanted: Named) -> ModuleType:
+    try:
+        found = importlib.util.find_spec(wanted.module)
+    except ModuleNotFoundError:
+        found = None
+    if found is not None or not wanted.file:
+        return importlib.import_module(wanted.module)
+    spec = importlib.util.spec_from_file_location(wanted.module, wanted.file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[wanted.module] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    main()
