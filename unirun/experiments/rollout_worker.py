@@ -105,9 +105,7 @@ class RolloutWorkerProcess(BaseWorkload):
         """Read the configuration and the datasets, and begin."""
         self._trial = trial_of(self.config)
         import_modules(self._trial.modules, self._trial.folder)
-        config = resolve(self._trial.experiment, self._trial.overrides)
-        self._mine: RolloutWorker = config.rollout_worker[self.rank]
-        self._manager: GserverManager = config.gserver_manager[0]
+        self._mine, self._manager = self.settings()
         self._tokenizer = load_tokenizer(self._mine.tokenizer_path)
         util = DatasetUtility(self._tokenizer, self._mine.base_seed)
         made = [DATASETS.find(each.type_)(util, **each.args) for each in self._mine.datasets]
@@ -127,6 +125,11 @@ class RolloutWorkerProcess(BaseWorkload):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True)
         self._thread.start()
+
+    def settings(self) -> tuple[RolloutWorker, GserverManager]:
+        """Those of this worker, and those of all."""
+        config = resolve(self._trial.experiment, self._trial.overrides)
+        return config.rollout_worker[self.rank], config.gserver_manager[0]
 
     def _folder(self) -> Path:
         folder = Path(self._trial.root) / TRAJECTORIES

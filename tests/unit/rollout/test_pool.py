@@ -275,3 +275,17 @@ def test_an_error_of_the_prompts_is_raised_and_ends_what_is_open() -> None:
 def test_settings_that_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         Pool(FakeCompleter(), last_digit, **wrong)
+
+
+def test_five_thousand_episodes_are_open_in_one_event_loop() -> None:
+    async def story() -> None:
+        engine = FakeCompleter()
+        engine.hold()
+        pool = Pool(engine, last_digit, group_size=5, max_concurrent_rollouts=1000)
+        found = asyncio.create_task(all_of(pool.run(prompts(1000))))
+        await until(lambda: engine.waiting == 5000)
+        assert pool.outcomes.episodes == 5000
+        engine.release()
+        assert sum(len(group.trajectories) for group in await found) == 5000
+
+    play(story)

@@ -1,0 +1,143 @@
+"""Rollout workers with an engine in memory, whose first one dies, and a consumer that takes their groups."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import unirun
+from unirun.experiments import (
+    AgentAbstraction,
+    DatasetAbstraction,
+    EnvServiceAbstraction,
+    GserverManager,
+    ModelName,
+    RolloutWorker,
+    register_agent,
+    register_tokenizer,
+)
+from unirun.experiments.rollout_worker import TRAJECTORIES, RolloutWorkerProcess
+from unirun.rollout import Completion, Recorder
+
+BATCH, ETA = 4, 1
+
+
+class Letters:
+    """A token for each character."""
+
+    pad_token_id, eos_token_id = 0, 1
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens."""
+        return [ord(each) for each in text]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text."""
+        return "".join(map(chr, tokens))
+
+
+class Pairs:
+    """An agent of groups of two."""
+
+    group_size = 2
+
+    async def run(self, data: Any, client: Recorder) -> float:
+        """One turn."""
+        answer = await client.complete(data["input_ids"])
+        return float(len(answer.token_ids))
+
+
+register_tokenizer("rolling-letters", Letters)
+register_agent("rolling-pairs", Pairs)
+
+
+class Memory:
+    """An engine that makes two tokens with the version in a file."""
+
+    def __init__(self, file: Path, ends: bool) -> None:
+        self._file, self._left = file, 9 if ends else 10**9
+
+    async def complete(
+        self, token_ids: Sequence[int], *, conversation: str = "", **sampling: Any
+    ) -> Completion:
+        """See `Completer`. The worker is killed in the tenth request."""
+        self._left -= 1
+        if self._left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        version = int(self._file.read_text())
+        return Completion((65, 66), (-0.5, -0.25), (version, version), "length")
+
+
+class Rolling(RolloutWorkerProcess):
+    """A rollout worker whose engine is in memory."""
+
+    def settings(self) -> tuple[RolloutWorker, GserverManager]:
+        """See there."""
+        actor, rows = ModelName("actor"), [{"prompt": f"{number}+1="} for number in range(10)]
+        return RolloutWorker(
+            1,
+            actor,
+            "rolling-letters",
+            8,
+            10,
+            EnvServiceAbstraction("null"),
+            AgentAbstraction("rolling-pairs"),
+            [DatasetAbstraction("prompt", {"rows": rows})],
+        ), GserverManager(actor, 1, "round_robin", ETA, BATCH, 10, 8)
+
+    def completer(self) -> Memory:
+        """See there."""
+        return Memory(version_file(self.config), self.rank == 0 and unirun.init().incarnation == 0)
+
+
+class Consumer(unirun.BaseWorkload):
+    """Takes groups."""
+
+    def setup(self) -> None:
+        """The queue."""
+        self.queue = unirun.Queue(
+            TRAJECTORIES,
+            producer="rollout_worker",
+            consumer="model_worker",
+            batch=BATCH,
+            max_head_offpolicyness=ETA,
+            max_concurrent_rollouts=8,
+        )
+
+    def take(self, version: int) -> list[tuple[int, str, list[int]]]:
+        """The version, id and tokens of each group of a batch."""
+        self.queue.advance(version)
+        items = self.queue.get_batch(BATCH, timeout=60)
+        found = [(item.version, item.value.ids[0], item.value["packed_input_ids"].tolist()) for item in items]
+        self.queue.done()
+        return found
+
+
+class Taker(unirun.BaseTrainer):
+    """Has the consumer take some batches."""
+
+    def init(self) -> None:
+        """Nothing."""
+
+    def fit(self) -> None:
+        """Take them."""
+        ids, ages = list[str](), list[int]()
+        for version in range(8):
+            version_file(self.config).write_text(str(version))
+            (batch,) = self.RG_MODEL_WORKER.take(version)
+            for made_with, name, tokens in batch:
+                ids.append(name)
+                ages.append(version - made_with)
+                assert tokens[-2:] == [65, 66], tokens
+        print(f"{len(ids)} groups, {len({*ids})} ids, ages {min(ages)} to {max(ages)}", flush=True)
+
+
+def version_file(config: Any) -> Path:
+    """Has the version of the weights."""
+    path = Path(config.root) / "version"
+    if not path.exists():
+        path.write_text("0")
+    return path
