@@ -323,12 +323,17 @@ Arrivals = tuple[int, list[tuple[int, SequenceSample]], tuple[int, int]]
 rejected in all."""
 
 
+QUEUE_ITEMS = 64
+"""Groups of one rollout worker that are not in the buffer yet."""
+
+
 def trajectories(manager: GserverManager) -> Queue:
     """The queue from rollout workers to the buffer, in a process of either role."""
     return Queue(
         "trajectories",
         producer="rollout_worker",
         consumer="model_worker",
+        maxsize=QUEUE_ITEMS,
         batch=manager.train_batch_size,
         max_head_offpolicyness=manager.max_head_offpolicyness,
         max_concurrent_rollouts=manager.max_concurrent_rollouts,

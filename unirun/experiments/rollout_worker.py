@@ -1,7 +1,7 @@
 """`RolloutWorkerProcess`: a process in which an agent makes trajectories, many at a time, for the model workers.
 
 It takes the prompts of its datasets in a random order, again and again, asks the generation servers, and puts each
-group that is accepted into the queue `TRAJECTORIES`, as a sample of one id. The gate of the queue says when a group may
+group that is accepted into the queue `trajectories`, as a sample of one id. The gate of the queue says when a group may
 begin.
 """
 
@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from unirun.errors import PeerLost, UsageError
+from unirun.experiments.buffer import trajectories
 from unirun.experiments.config import AGENTS, DATASETS, ENVIRONMENTS, GserverManager, RolloutWorker
 from unirun.experiments.datasets import Dataset, DatasetUtility, Joined, load_tokenizer
 from unirun.experiments.experiment import import_modules, resolve, trial_of
@@ -28,17 +29,13 @@ from unirun.rollout.client import EngineClient
 from unirun.rollout.completing import Completer, EngineCompleter
 from unirun.rollout.episodes import Group, Outcomes
 from unirun.rollout.pool import Data, Pool, Recorder
-from unirun.weights import Queue
 from unirun.wire.reporting import report
 
 TRAJECTORIES = "trajectories"
-"""The queue from rollout workers to model workers."""
+"""The folder of a trial with what its rollout workers have made, for people."""
 
 SERVERS = "generation_server"
 """The role of the engines."""
-
-QUEUE_ITEMS = 64
-"""Groups of one rollout worker that no model worker has taken."""
 
 REPORT_INTERVAL = 1.0
 """Seconds between two reports of what becomes of groups."""
@@ -112,15 +109,7 @@ class RolloutWorkerProcess(BaseWorkload):
         self._dataset: Dataset = made[0] if len(made) == 1 else Joined(made)
         self._agent: Any = AGENTS.find(self._mine.agent.type_)(**self._mine.agent.args)
         self._lines = LineLog(self._folder() / f"{self.rank}.jsonl")
-        self._queue = Queue(
-            TRAJECTORIES,
-            producer=self.role,
-            consumer="model_worker",
-            maxsize=QUEUE_ITEMS,
-            batch=self._manager.train_batch_size,
-            max_head_offpolicyness=self._manager.max_head_offpolicyness,
-            max_concurrent_rollouts=self._manager.max_concurrent_rollouts,
-        )
+        self._queue = trajectories(self._manager)
         self._task: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True)
@@ -138,9 +127,10 @@ class RolloutWorkerProcess(BaseWorkload):
 
     def completer(self) -> Completer:
         """The generation servers."""
-        client = EngineClient(SERVERS, timeout=self._mine.rollout_request_timeout)
+        client = EngineClient(SERVERS)
         return EngineCompleter(
             client,
+            timeout=self._mine.rollout_request_timeout,
             new_tokens_per_chunk=self._mine.new_tokens_per_chunk,
             schedule_policy=self._manager.schedule_policy,
         )

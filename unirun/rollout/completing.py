@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from unirun.errors import UsageError
-from unirun.rollout.choosing import POLICIES, Answer, Policy
+from unirun.rollout.choosing import POLICIES, Answer
 from unirun.rollout.client import EngineClient
 from unirun.values import Value, WorkerId
 
@@ -56,7 +56,7 @@ class EngineCompleter:
         client: EngineClient,
         *,
         new_tokens_per_chunk: int | None = None,
-        schedule_policy: Policy = "least_requests",
+        schedule_policy: str = "least_requests",
         timeout: float | None = None,
     ) -> None:
         """`timeout` is that of a request with all of its chunks, in seconds; None: each chunk has that of the client.
@@ -65,7 +65,11 @@ class EngineCompleter:
             raise UsageError("new_tokens_per_chunk must be 1 or more", "None: one chunk")
         if schedule_policy not in POLICIES:
             raise UsageError(f"schedule_policy {schedule_policy!r}", f"it is one of {', '.join(POLICIES)}")
-        self._client, self._chunk, self._policy = client, new_tokens_per_chunk, schedule_policy
+        self._client, self._chunk, self._policy = (
+            client,
+            new_tokens_per_chunk,
+            schedule_policy,
+        )
         self._timeout = timeout
         # The version that each engine had last, and the engine of each conversation with the version of then.
         self._versions: dict[WorkerId, int] = {}
