@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,14 @@ def main(options: Any) -> int:
     from unirun.dashboard.watching import Jobs
 
     listener = listen(options.port)
-    PageServer(Jobs(only), listener, _scrape_token(), lambda link: say(f"open {link}")).run()
+    PageServer(Jobs(only), listener, _scrape_token(), _announce).run()
     return 0
+
+
+def _announce(link: str) -> None:
+    """Print a link, at once even where a program reads it."""
+    say(f"open {link}")
+    sys.stdout.flush()
 
 
 def _scrape_token() -> str:
