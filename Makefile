@@ -9,7 +9,7 @@ APT := procps util-linux etcd-server etcd-client openssl openssh-server iproute2
 # A run of the tests starts thousands of processes, which read compiled modules even where others are told to write none.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick properties soak chaos engines mutants planted check docs bench gpu clean
+.PHONY: demo test quick properties soak chaos engines browser mutants planted check docs bench gpu clean
 
 # torch first, from pip's own index; the build on PyPI is for CUDA and takes 5.6 GB with its dependencies. TORCH_INDEX names
 # another index for torch alone. Its dependencies come from pip's own index in the next step, as the other may lack them.
@@ -70,6 +70,16 @@ chaos: $(VENV)/.dev $(VENV)/.system
 # take nine minutes and 6 GB of memory. MODULE=test_vllm runs a part.
 engines: $(VENV)/.dev
 	$(BIN)/python -m pytest -q tests/engines $(if $(MODULE),-k $(MODULE))
+
+# The page of `unirun dashboard` in Debian's Chromium, and its pictures in docs/pictures: two minutes. axe-core, which looks
+# for what hinders people who do not see or use no mouse, comes from npm.
+AXE := axe-core@4.14.1
+$(VENV)/axe/package/axe.min.js:
+	command -v npm >/dev/null || { echo "install npm first"; exit 1; }
+	mkdir -p $(VENV)/axe && cd $(VENV)/axe && npm pack --silent $(AXE) && tar xzf axe-core-*.tgz
+browser: $(VENV)/.dev $(VENV)/axe/package/axe.min.js
+	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium fonts-dejavu-core >/dev/null; }
+	$(BIN)/python -m pytest -q -s tests/browser
 
 # Small faults are made in the rooms that decide, and tests must detect nine of ten (tests/mutants). All faults take
 # hours. ROOM=wire makes those of one room, and SAMPLE=200 at most 200 of each room, drawn with a fixed seed.

@@ -98,6 +98,8 @@ def record(run_id: str, ranks: int = 4, phase: str = "succeeded", role: str = "a
                 file.write(json.dumps(line(role, rank, START + 10 + step, values)) + "\n")
     log = job.worker_logs(WorkerId(role, 0, 0))
     log.mkdir(parents=True)
+    for folder in (log, *log.parents[:2]):
+        folder.chmod(0o700)
     (log / "stdout.log").write_text(f"first line\n{MARKUP}\nlast line\n")
     return job
 

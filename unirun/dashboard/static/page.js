@@ -137,9 +137,18 @@ const applyNews = (news) => {
     return;
   }
   const change = news.change ?? {};
-  if (change.all) page.job = { ...page.job, ...change.all };
-  Object.assign(page.job, change.fields ?? {});
   const rows = new Map();
+  let whole = false;
+  if (change.all) {
+    const roles = change.all.roles, { roles: before } = page.job;
+    whole = roles.length !== before.length || roles.some((role, n) => role.name !== before[n].name || role.ranks.length !== before[n].ranks.length);
+    // The roles that are drawn stay the same objects, so that nothing loses the focus.
+    if (!whole) {
+      roles.forEach((role, n) => { Object.assign(before[n], role); rows.set(role.name, [...role.ranks.keys()]); });
+    }
+    page.job = { ...page.job, ...change.all, roles: whole ? roles : before };
+  }
+  Object.assign(page.job, change.fields ?? {});
   for (const role of page.job.roles) {
     const changed = (change.roles ?? {})[role.name];
     if (changed === undefined) continue;
@@ -158,7 +167,7 @@ const applyNews = (news) => {
     page.announce(event.text);
   }
   page.job.events.splice(0, Math.max(0, page.job.events.length - 2000));
-  view.update?.({ rows, events: news.events, change, all: change.all !== undefined });
+  view.update?.({ rows, events: news.events, change, all: whole });
 };
 
 // Views by their place: `#/job/ID/VIEW?…`.
