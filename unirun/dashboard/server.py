@@ -64,6 +64,7 @@ class PageServer:
     ) -> None:
         self._jobs, self._listener, self._announce = jobs, listener, announce
         self._guard = Guard(scrape)
+        self._uvicorn: uvicorn.Server | None = None
         self.port: int = listener.getsockname()[1]
 
     def run(self) -> None:
@@ -78,9 +79,11 @@ class PageServer:
             http="h11",
             server_header=False,
             proxy_headers=False,
-            timeout_graceful_shutdown=1,
+            # Streams end by themselves at their next look.
+            timeout_graceful_shutdown=int(LONGEST_LOOK_SECONDS) + 1,
         )
-        uvicorn.Server(config).run(sockets=[self._listener])
+        self._uvicorn = uvicorn.Server(config)
+        self._uvicorn.run(sockets=[self._listener])
 
     def _new_link(self) -> None:
         self._announce(f"http://127.0.0.1:{self.port}/?token={self._guard.new_link()}")
@@ -125,14 +128,32 @@ class PageServer:
         return Response(text, media_type=CONTENT_TYPE)
 
     async def _live_list(self, request: Request) -> Response:
-        return _stream(self._list_news())
+        return self._stream(self._list_news())
 
     async def _live_job(self, request: Request) -> Response:
         try:
             job = await run_in_threadpool(self._jobs.find, request.path_params["job"])
         except JobError as error:
             return PlainTextResponse(str(error), 404)
-        return _stream(_job_news(job))
+        return self._stream(_job_news(job))
+
+    def _stream(self, news: AsyncIterator[Plain | None]) -> Response:
+        """Server-sent events until the server ends; None is nothing new."""
+
+        async def lines() -> AsyncIterator[str]:
+            said = time.monotonic()
+            async for each in news:
+                if self._uvicorn is not None and self._uvicorn.should_exit:
+                    return
+                if each is not None:
+                    yield f"data: {json.dumps(each, separators=(',', ':'))}\n\n"
+                elif time.monotonic() - said > KEEPALIVE_SECONDS:
+                    yield ":\n\n"
+                else:
+                    continue
+                said = time.monotonic()
+
+        return StreamingResponse(lines(), media_type="text/event-stream")
 
     async def _list_news(self) -> AsyncIterator[Plain | None]:
         shown: Any = None
@@ -172,23 +193,6 @@ async def _job_news(job: WatchedJob) -> AsyncIterator[Plain | None]:
         yield news
         took = time.monotonic() - began
         await asyncio.sleep(min(max(LOOK_SECONDS, LOOK_SHARE * took), LONGEST_LOOK_SECONDS))
-
-
-def _stream(news: AsyncIterator[Plain | None]) -> Response:
-    """PageServer-sent events; None is nothing new."""
-
-    async def lines() -> AsyncIterator[str]:
-        said = time.monotonic()
-        async for each in news:
-            if each is not None:
-                yield f"data: {json.dumps(each, separators=(',', ':'))}\n\n"
-            elif time.monotonic() - said > KEEPALIVE_SECONDS:
-                yield ":\n\n"
-            else:
-                continue
-            said = time.monotonic()
-
-    return StreamingResponse(lines(), media_type="text/event-stream")
 
 
 def _json(value: Plain) -> Response:
@@ -281,6 +285,8 @@ def listen(port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("127.0.0.1", port))
+        # Whoever follows the link at once waits for the server, and is not refused.
+        listener.listen(128)
     except OSError as error:
         listener.close()
         raise UsageError(

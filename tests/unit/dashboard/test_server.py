@@ -189,7 +189,5 @@ def test_metrics_are_read_with_the_token_of_programs(site: Site) -> None:
 
 
 def test_a_port_that_is_in_use_is_refused() -> None:
-    with listen(0) as taken:
-        taken.listen()
-        with pytest.raises(UsageError, match="choose another --port"):
-            listen(taken.getsockname()[1])
+    with listen(0) as taken, pytest.raises(UsageError, match="choose another --port"):
+        listen(taken.getsockname()[1])
