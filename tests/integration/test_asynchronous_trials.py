@@ -70,6 +70,7 @@ def test_what_rollout_workers_make_is_trained_on_once_in_the_order_of_arrival(ho
     check(root)
 
 
+@pytest.mark.chaos
 def test_whatever_dies_no_accepted_trajectory_is_lost_or_used_twice(home: Unirun) -> None:
     kills = "put:3:0,train:2:0,train:4:1,checkpoint:2:0,restore:2:1,trainer@train:6:0"
     root, result = run(home, "broken", kills)

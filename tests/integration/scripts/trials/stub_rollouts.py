@@ -45,6 +45,7 @@ from unirun.experiments import (
     SequenceSample,
     TasksGroup,
     model_workers,
+    register_agent,
     register_backend,
     register_dataset,
     register_experiment,
@@ -184,6 +185,8 @@ register_dataset("stub-rows", Rows)
 register_model("stub", Network)
 register_backend("stub", Backend)
 register_interface("stub", Adds)
+# `Rollouts` asks no agent.
+register_agent("stub", object)
 
 
 @dataclass
@@ -224,7 +227,7 @@ class Stub(Experiment):
                     8,
                     60,
                     EnvServiceAbstraction("null"),
-                    AgentAbstraction("null"),
+                    AgentAbstraction("stub"),
                     [rows],
                 )
                 for _ in range(self.rollouts)
