@@ -12,6 +12,7 @@ to any more is removed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
@@ -180,15 +181,22 @@ class Extent(Value):
     size: int
 
 
+REMEMBERED = 1 << 16
+"""Trajectories that are known to have been accepted after they were released. A producer that has not heard of it puts
+the same one again as soon as it can reach this process."""
+
+
 class Buffer:
     """The trajectories on disk. One process at a time has it open. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         """Read what is there. Raises `CheckpointDamaged`."""
         self._folder, self._lock = folder, threading.Condition()
-        self._found: dict[str, tuple[ItemHeader, Extent]] = {}
-        self._arrivals: list[str] = []
-        self._released: set[str] = set()
+        # In their order of arrival, with their numbers in it.
+        self._found: dict[str, tuple[ItemHeader, Extent, int]] = {}
+        self._next = 0
+        # The ones that were released last, as keys.
+        self._released: dict[str, None] = {}
         folder.mkdir(parents=True, exist_ok=True)
         self._files = {path.name: 0 for path in sorted(folder.glob("*.items"))}
         for name in self._files:
@@ -197,12 +205,12 @@ class Buffer:
         self._out: Any = None
 
     def _add(self, about: ItemHeader, place: Extent) -> None:
-        self._found[about.id] = about, place
-        self._arrivals.append(about.id)
+        self._found[about.id] = about, place, self._next
+        self._next += 1
         self._files[place.file] = self._files.get(place.file, 0) + 1
 
     def __contains__(self, each: str) -> bool:
-        """Return True for a trajectory that was accepted, also if it is not needed any more."""
+        """Return True for a trajectory that was accepted, also if it was released not long ago."""
         return each in self._found or each in self._released
 
     def __len__(self) -> int:
@@ -246,9 +254,10 @@ class Buffer:
         """The trajectories that arrived from `number` on, with their versions, and the number of the next one. Waits
         for one, but not longer than so many `seconds`."""
         with self._lock:
-            self._lock.wait_for(lambda: len(self._arrivals) > number, seconds)
-            found = [self._found[each][0] for each in self._arrivals[number:] if each in self._found]
-            return len(self._arrivals), [(about.version, about.meta()) for about in found]
+            self._lock.wait_for(lambda: self._next > number, seconds)
+            newest = itertools.takewhile(lambda each: each[2] >= number, reversed(self._found.values()))
+            found = [about for about, _, _ in newest][::-1]
+            return self._next, [(about.version, about.meta()) for about in found]
 
     def read(self, ids: Sequence[str]) -> SequenceSample:
         """The trajectories with these ids. Raises `CheckpointDamaged`."""
@@ -260,7 +269,7 @@ class Buffer:
                 raise CheckpointDamaged(
                     f"trajectory {each!r} is not in {self._folder}, and a step has taken it"
                 )
-            about, place = self._found[each]
+            about, place, _ = self._found[each]
         with (self._folder / place.file).open("rb") as file:
             file.seek(place.start)
             content = file.read(place.size)
@@ -277,7 +286,9 @@ class Buffer:
         """These are not read any more. Files that have no others are removed. Returns how many of them were here."""
         with self._lock:
             there = [each for each in ids if each in self._found]
-            self._released.update(there)
+            self._released.update(dict.fromkeys(there))
+            for each in [*itertools.islice(self._released, max(len(self._released) - REMEMBERED, 0))]:
+                del self._released[each]
             for each in there:
                 self._files[self._found.pop(each)[1].file] -= 1
             current = Path(self._out.name).name if self._out is not None else ""
@@ -340,6 +351,9 @@ def trajectories(manager: GserverManager) -> Queue:
     )
 
 
+TAKEN_TOGETHER = 16
+"""Trajectories that are taken at a time, and written together, if so many are there."""
+
 TAKE_TIMEOUT = 1.0
 """Seconds after which the thread looks whether it is to end."""
 
@@ -376,21 +390,24 @@ class Intake:
         """Take what is there, or wait a moment for it."""
         began = time.monotonic()
         try:
-            item = self._source.get_batch(1, timeout=TAKE_TIMEOUT)[0]
+            items = self._source.get_some(TAKEN_TOGETHER, timeout=TAKE_TIMEOUT)
         except QueueTimeout:
             return
         finally:
             self.waited += time.monotonic() - began
-        sample: SequenceSample = item.value
-        if sample.ids and sample.ids[0] in self._buffer:
-            # It was written, and the producer had not heard of it.
-            pass
-        elif not self._accepts(sample):
-            self.rejected += 1
-            self._source.drop(item)
-        else:
-            self._buffer.add([(sample, version_of(item))])
-            self.accepted += 1
+        new: dict[str, tuple[SequenceSample, int]] = {}
+        for item in items:
+            sample: SequenceSample = item.value
+            if sample.ids and (sample.ids[0] in self._buffer or sample.ids[0] in new):
+                # It was written, and the producer had not heard of it.
+                continue
+            if self._accepts(sample):
+                new[header_of(sample, version_of(item)).id] = sample, version_of(item)
+            else:
+                self.rejected += 1
+                self._source.drop(item)
+        self._buffer.add([*new.values()])
+        self.accepted += len(new)
         self._source.done()
 
 

@@ -168,6 +168,21 @@ class Consumer:
             with suppress(TimeoutError):
                 news.result(left)
 
+    def get_some(
+        self, most: int, feeds: Callable[[], Sequence[RemoteProducer]], deadline: float
+    ) -> list[Item]:
+        """Take what has come, at least one item and at most so many."""
+        while True:
+            news = self._news
+            found = self._taken(most, feeds)
+            if found is None and self._ready:
+                found = self._taken(len(self._ready), feeds)
+            if found is not None:
+                return found
+            left = self._left(1, deadline)
+            with suppress(TimeoutError):
+                news.result(left)
+
     async def get_async(
         self, count: int, feeds: Callable[[], Sequence[RemoteProducer]], deadline: float
     ) -> list[Item]:
@@ -417,6 +432,12 @@ class Queue:
         self._may_get()
         with self._waiting("empty_s"), page().idle():
             return self._consumer.get(count, self._connected, self._deadline(timeout))
+
+    def get_some(self, most: int, *, timeout: float | None = None) -> list[Item]:
+        """The items that have come, at most so many of them; waits for one. Raises as `get`."""
+        self._may_get()
+        with self._waiting("empty_s"), page().idle():
+            return self._consumer.get_some(most, self._connected, self._deadline(timeout))
 
     async def get_async(self, *, timeout: float | None = None) -> Item:
         """As `get`, in an event loop."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 from unirun.errors import CheckpointDamaged, UsageError
 from unirun.experiments import buffer
-from unirun.experiments.buffer import Buffer, Taken, TakenFile, TakeOrder, staleness
+from unirun.experiments.buffer import Buffer, Intake, Taken, TakenFile, TakeOrder, staleness
 from unirun.experiments.sample import SequenceSample
+from unirun.weights.queue import Item
 
 
 def sample(name: str, size: int = 3) -> SequenceSample:
@@ -128,6 +130,56 @@ def test_a_file_goes_with_the_last_trajectory_in_it(tmp_path: Path, monkeypatch:
     assert "a" in made, "it was accepted"
     with pytest.raises(CheckpointDamaged, match="trajectory 'a' is not in"):
         made.read(["a"])
+
+
+def test_what_was_released_long_ago_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer, "REMEMBERED", 2)
+    made = Buffer(tmp_path)
+    made.add([(sample(name), 0) for name in "abcde"])
+    made.release(["a", "b"])
+    made.release(["d"])
+    assert [name in made for name in "abcde"] == [False, True, True, True, True]
+    assert (len(made), len(made._released)) == (2, 2)
+    number, found = made.since(2)
+    assert (number, [meta.ids[0] for _, meta in found]) == (5, ["c", "e"])
+    made.add([(sample("f"), 0)])
+    assert [meta.ids[0] for _, meta in made.since(number)[1]] == ["f"]
+
+
+class Source:
+    """A queue with items that have come together."""
+
+    def __init__(self, *names: str) -> None:
+        self.items = [
+            Item(str(at), sample(name, 0 if name == "bad" else 3), 1) for at, name in enumerate(names)
+        ]
+        self.dropped: list[str] = []
+        self.used = 0
+
+    def get_some(self, most: int, *, timeout: float) -> list[Item]:
+        """All of them."""
+        return self.items[:most]
+
+    def drop(self, item: Item) -> None:
+        """Note it."""
+        self.dropped.append(item.id)
+
+    def done(self) -> None:
+        """Note how many are on disk."""
+        self.used += 1
+
+
+def test_what_has_come_together_is_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, source = Buffer(tmp_path), Source("a", "bad", "b", "a", "c")
+    made.add([(sample("c"), 1)])
+    written: list[int] = []
+    monkeypatch.setattr(buffer.os, "fsync", written.append)
+    queue: Any = source
+    intake = Intake(made, queue, lambda each: bool(each.total("packed_input_ids") > 1))
+    intake.take()
+    assert len(written) == 1
+    assert (intake.accepted, intake.rejected, source.dropped, source.used) == (2, 1, ["1"], 1)
+    assert [meta.ids[0] for _, meta in Buffer(tmp_path).since(0)[1]] == ["c", "a", "b"]
 
 
 def test_an_item_has_one_id(tmp_path: Path) -> None:

@@ -182,6 +182,27 @@ def test_a_consumer_takes_no_more_than_it_asked_for(queue_harness: QueueHarness)
     assert all(len(producer) in (2, 3) for producer in producers)
 
 
+def test_a_consumer_that_takes_some_does_not_wait_for_more(queue_harness: QueueHarness) -> None:
+    producer, consumer = queue_harness.producer(), queue_harness.consumer()
+
+    def some(most: int, within: float = WAIT_TIMEOUT) -> list[Any]:
+        deadline = time.monotonic() + within
+        return [item.value for item in consumer.consumer.get_some(most, lambda: consumer._feeds, deadline)]
+
+    with pytest.raises(QueueTimeout, match="had 0 of 1 items"):
+        some(3, within=0.1)
+    for value in range(5):
+        producer.put(value, None, MANY, time.monotonic())
+    taken: list[Any] = []
+    while len(taken) < 5:
+        now = some(3)
+        assert 1 <= len(now) <= 3
+        taken += now
+    assert taken == [*range(5)]
+    consumer.done()
+    assert len(producer) == 0
+
+
 def test_each_of_many_items_goes_to_one_of_many_consumers(queue_harness: QueueHarness) -> None:
     producers, consumers = (
         [queue_harness.producer(), queue_harness.producer()],
