@@ -240,6 +240,10 @@ class MasterWorkerProcess(BaseTrainer):
         version = max(info.step, self._begun - 1)
         kept = len(self._order.waiting) + (self._begun - version) * self._source.n_seqs
         self._keeper.receive.call(self._attempt, version, kept)
+        if len({*self._group.published.call(self._attempt)}) > 1:
+            # A worker was started again, or lost before it had published what others have. The steps that are made
+            # again need not give the same weights to the bit, and a version is of one state.
+            self._group.withdraw.call(self._attempt)
         self._publish(info)
 
     @property
@@ -295,7 +299,8 @@ class MasterWorkerProcess(BaseTrainer):
         }
 
     def _publish(self, info: RecoverInfo) -> None:
-        """Publish the weights, unless they are those of a step that is made again, after which others were seen."""
+        """Publish the weights, unless they are those of a step that is made again, after which others were seen. What
+        all workers have published stays."""
         if info.step >= self._begun:
             self._group.publish.call(self._attempt, info.step)
 

@@ -465,11 +465,24 @@ class ModelWorkerProcess(BaseWorkload):
         if self._experiment.generation_server:
             if self._channel is None:
                 self._channel = WeightsChannel(POLICY)
-            # The others have published it already, if a step was made again for one that was lost.
+            # All have published it already, if a step was made again.
             if self._channel.version is None or self._channel.version < version:
                 self._channel.publish(self._published(), version)
         if self._queue is not None:
             self._queue.advance(version)
+
+    @trainer_invocation(target="ALL")
+    def published(self, attempt: int) -> int | None:
+        """The version that this process has published last; None before the first."""
+        self._check(attempt)
+        return self._channel.version if self._channel is not None else None
+
+    @trainer_invocation(target="ALL")
+    def withdraw(self, attempt: int) -> None:
+        """Give no weights to the generation servers until the next version."""
+        self._check(attempt)
+        if self._channel is not None:
+            self._channel.withdraw()
 
     def _published(self) -> dict[str, torch.Tensor]:
         """The tensors of the model that is trained and served, of which each is published by one data-parallel rank, or

@@ -117,6 +117,20 @@ class WeightsChannel:
         self._publisher.publish(tensors_of(weights), version)
         self._has(version)
 
+    def withdraw(self) -> None:
+        """Publish nothing until the next `publish`, whose version may have any number.
+
+        For ranks that go back to an earlier state, and do not all have the same version: each of them withdraws its own
+        before any of them publishes again, so that no receiver gets parts of different states. What receivers have,
+        they keep. Raises `UsageError`.
+        """
+        if self._publisher is None:
+            raise UsageError(
+                f"{self._context.role} receives channel {self.name!r}", "withdraw in its publisher"
+            )
+        self._publisher.withdraw()
+        self.version = None
+
     def receive(
         self,
         into: Weights,

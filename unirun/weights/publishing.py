@@ -479,6 +479,14 @@ class Publisher:
         for request, reply in ready:
             self._answer(request, reply)
 
+    def withdraw(self) -> None:
+        """Have no version until the next one, which may have any number. Those who read the one before may go on."""
+        with self._lock:
+            if self._current is not None:
+                self._current.end()
+                self._current = None
+            self._first.clear()
+
     def _packed(self, packing: Packing, tensors: Mapping[str, Piecewise]) -> Block:
         """A block with `tensors`: on their device, unless that has no memory left."""
         device = self._device(tensors)
@@ -551,7 +559,10 @@ class Publisher:
         """Answer, in a thread of its own when something has to be copied or sent before."""
         with self._lock:
             current = self._current
-            assert current is not None
+            if current is None:
+                # It was withdrawn a moment ago.
+                self.handle(request, reply)
+                return
             packing, device = current.packing, current.block.device
             on_device = device is not None and isinstance(request, Fetch) and request.device
             source = current.block if on_device else current.host
