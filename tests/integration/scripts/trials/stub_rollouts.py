@@ -181,6 +181,15 @@ class Adds(ModelInterface):
         return {"groups": float(len(sample)), "w": float(network.w)}
 
 
+class Agent:
+    """It is named in the settings, and `Rollouts` does without."""
+
+    async def run(self, data: Mapping[str, Any], client: object) -> float | None:
+        """Not called."""
+        raise NotImplementedError
+
+
+register_agent("stub", Agent)
 register_dataset("stub-rows", Rows)
 register_model("stub", Network)
 register_backend("stub", Backend)
