@@ -46,6 +46,7 @@ from unirun.rollout.choosing import (
     is_aborted,
 )
 from unirun.values import Engine, Value, WorkerId
+from unirun.wire.progress import page
 
 if TYPE_CHECKING:
     import httpx2
@@ -375,19 +376,21 @@ class EngineClient:
         line: Connections | None = None
         self._pending += 1
         try:
-            while True:
-                line = None
-                line = await self._line(failures, deadline, policy, stay)
-                self._turn += 1
-                found = await line.post(path, encoded, turn=self._turn, deadline=deadline, tokens=tokens)
-                if not line.load.doubted:
-                    # Requests may wait for the end of a doubt that is over now.
-                    self._tell()
-                if not isinstance(found, RequestFailure):
-                    return self._answer(found, line.load.engine)
-                failures = (*failures, found)
-                if has_failed(failures, self.attempts) and not self._closed:
-                    raise self._given_up(found, len(failures), path)
+            # A rank that waits for an engine is not late itself.
+            with page().awaiting(asyncio.get_running_loop()):
+                while True:
+                    line = None
+                    line = await self._line(failures, deadline, policy, stay)
+                    self._turn += 1
+                    found = await line.post(path, encoded, turn=self._turn, deadline=deadline, tokens=tokens)
+                    if not line.load.doubted:
+                        # Requests may wait for the end of a doubt that is over now.
+                        self._tell()
+                    if not isinstance(found, RequestFailure):
+                        return self._answer(found, line.load.engine)
+                    failures = (*failures, found)
+                    if has_failed(failures, self.attempts) and not self._closed:
+                        raise self._given_up(found, len(failures), path)
         except TimeoutError as error:
             holder = None if line is None else line.load.engine
             raise self._late(path, seconds, holder, failures) from error

@@ -16,6 +16,7 @@ from tests.testbed.engine import Stub, decoded, encoded, tokens
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import ServerError, ServerTimeout, UsageError
 from unirun.rollout import Engine, EngineClient, EngineList
+from unirun.wire.progress import LAST, LOOP_BEAT_INTERVAL, page
 
 
 class Engines:
@@ -70,6 +71,23 @@ def test_tokens_in_and_tokens_out_with_the_engine_and_the_version() -> None:
         assert answer.finish_reason == "length"
 
     play(1, story)
+
+
+def test_a_rank_that_waits_for_an_engine_is_not_late() -> None:
+    async def story(engines: Engines) -> None:
+        fields = page().fields
+        async with engines.client() as client:
+            asked = asyncio.create_task(client.generate([1], max_tokens=8))
+            await until(lambda: engines.stubs[0].made > 0)
+            fields[LAST] = 0
+            await until(lambda: fields[LAST] > 0)
+            assert not asked.done()
+            await asked
+        fields[LAST] = 0
+        await asyncio.sleep(2 * LOOP_BEAT_INTERVAL)
+        assert fields[LAST] == 0
+
+    play(1, story, latency=0.6)
 
 
 def test_an_output_during_which_the_weights_changed_tells_the_version_of_each_token() -> None:
