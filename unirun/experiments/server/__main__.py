@@ -85,7 +85,7 @@ def serve(options: argparse.Namespace) -> int:
         import uvicorn
     except ModuleNotFoundError as error:
         raise UsageError(
-            "the built-in server needs the package uvicorn", "pip install 'torch-unirun[engines]'"
+            "the built-in server needs the package uvicorn", "pip install 'torch-unirun[server]'"
         ) from error
 
     routes, generator = routes_of(options)
