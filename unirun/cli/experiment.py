@@ -8,7 +8,7 @@ import secrets
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def start(options: Any) -> int:
     mapping = starting.job_mapping(about, config, scheduling, made.preload)
     if options.ignore_worker_error:
         mapping["roles"]["model_worker"]["max_restarts"] = mapping["trainer"]["max_restarts"] = 1_000_000
-    where = _where(options, scheduling, evaluator=config.auto_eval)
+    where = _where(options, starting.worker_groups(config, scheduling))
     if options.dry_run:
         sys.stdout.write(starting.show(config))
         return 0
@@ -133,13 +133,13 @@ def _import(modules: Sequence[str], folder: str) -> None:
         raise
 
 
-def _where(options: Any, scheduling: Any, *, evaluator: bool) -> list[str]:
+def _where(options: Any, groups: Mapping[str, Any]) -> list[str]:
     """The options of ``unirun --config`` that say where a trial runs. Raises `UsageError`, `SpecError`."""
     if options.mode == "slurm":
         from unirun.experiments.starting import options_of_slurm
         from unirun.launcher.slurm.options import parse_slurm
 
-        needs = options_of_slurm(scheduling, options.partition or "", options.nodes or 1, evaluator=evaluator)
+        needs = options_of_slurm(groups, options.partition or "", options.nodes or 1)
         extra, setup = options.slurm_extra or [], options.slurm_setup or []
         parse_slurm([needs], extra=extra, setup=setup)
         more = [f"--slurm-extra={each}" for each in extra] + [f"--slurm-setup={each}" for each in setup]

@@ -20,7 +20,7 @@ from unirun.collocation.graph import Edge, Role
 from unirun.collocation.graph import RoleGraph as Picture
 from unirun.collocation.graph.svg import svg
 from unirun.errors import JobError, UsageError
-from unirun.experiments.config import ExperimentScheduling, Resolved, Scheduling
+from unirun.experiments.config import ExperimentScheduling, Resolved, Scheduling, TasksGroup
 from unirun.experiments.experiment import ExperimentConfig, Trial, check_names
 from unirun.experiments.graph import ModelName, ProcessTopology
 from unirun.observe.jobdir import job_at, unirun_home
@@ -226,20 +226,13 @@ def job_mapping(
 ) -> dict[str, Any]:
     """The job file of a trial, whose workers find `preload` imported. Raises `UsageError` when there are other numbers
     of workers than it schedules."""
-    count = len(config.model_worker)
-    if scheduling.model_worker.count != count:
-        raise UsageError(
-            f"scheduling_setup() has {scheduling.model_worker.count} model workers, initial_setup() has {count}",
-            "let both follow from the same settings",
-        )
-    workers, master = scheduling.model_worker.scheduling, scheduling.master_worker.scheduling
-    roles = {"model_worker": _role(count, "ModelWorkerProcess", workers)}
-    if config.auto_eval:
-        roles["evaluator"] = _role(1, "EvaluatorProcess", scheduling.evaluator or workers)
-    if config.gserver_manager:
-        roles["rollout_worker"] = _rollout_role(config, scheduling)
-    if config.generation_server:
-        roles["generation_server"] = _server_role(config, scheduling)
+    groups, master = worker_groups(config, scheduling), scheduling.master_worker.scheduling
+    roles = {}
+    for kind, group in groups.items():
+        if kind == "generation_server":
+            roles[kind] = _server_role(config, group)
+        else:
+            roles[kind] = _role(group, WORKLOADS[kind])
     return {
         "name": f"{trial.experiment}-{trial.trial}",
         # Each worker sees its own devices only.
@@ -257,51 +250,64 @@ def job_mapping(
     }
 
 
-def _rollout_role(config: ExperimentConfig, scheduling: ExperimentScheduling) -> dict[str, Any]:
-    """The role of the rollout workers of an asynchronous experiment."""
-    count, given = len(config.rollout_worker), scheduling.rollout_worker
+WORKLOADS = {
+    "model_worker": "unirun.experiments.model_worker:ModelWorkerProcess",
+    "evaluator": "unirun.experiments.model_worker:EvaluatorProcess",
+    "rollout_worker": "unirun.experiments.rollout_worker:RolloutWorkerProcess",
+}
+
+
+def worker_groups(config: ExperimentConfig, scheduling: ExperimentScheduling) -> dict[str, TasksGroup]:
+    """The workers of a trial besides its master, by role. Raises `UsageError` when there are other numbers of them than
+    it schedules."""
+    workers = scheduling.model_worker
+    groups = {"model_worker": _group("model worker", len(config.model_worker), workers, workers.scheduling)}
+    if config.auto_eval:
+        groups["evaluator"] = TasksGroup(1, scheduling.evaluator or workers.scheduling)
+    if config.gserver_manager:
+        usual, count = Scheduling.rollout_worker_default(), len(config.rollout_worker)
+        groups["rollout_worker"] = _group("rollout worker", count, scheduling.rollout_worker, usual)
+    if config.generation_server:
+        usual, count = Scheduling.generation_server_default(), len(config.generation_server)
+        group = _group("generation server", count, scheduling.generation_server, usual)
+        if group.scheduling.gpu:
+            needs = dataclasses.replace(group.scheduling, gpu=config.generation_server[0].tp_size)
+            group = TasksGroup(count, needs)
+        groups["generation_server"] = group
+    return groups
+
+
+def _group(what: str, count: int, given: TasksGroup | None, usual: Scheduling) -> TasksGroup:
+    """`count` workers with what was `given`, or with what is `usual`."""
     if given is not None and given.count != count:
         raise UsageError(
-            f"scheduling_setup() has {given.count} rollout workers, initial_setup() has {count}",
+            f"scheduling_setup() has {given.count} {what}s, initial_setup() has {count}",
             "let both follow from the same settings",
         )
-    needs = given.scheduling if given is not None else Scheduling.rollout_worker_default()
-    return {
-        **_role(count, "", needs),
-        "workload": "unirun.experiments.rollout_worker:RolloutWorkerProcess",
-    }
+    return given or TasksGroup(count, usual)
 
 
 CHANNELS = {"policy": {"publisher": "model_worker", "receivers": ["generation_server"]}}
 """The versions of the policy, which companions bring into generation servers."""
 
 
-def _server_role(config: ExperimentConfig, scheduling: ExperimentScheduling) -> dict[str, Any]:
+def _server_role(config: ExperimentConfig, group: TasksGroup) -> dict[str, Any]:
     """The role of the generation servers, which are alike (`checks`)."""
-    server, given, count = (
-        config.generation_server[0],
-        scheduling.generation_server,
-        len(config.generation_server),
-    )
-    if given is not None and given.count != count:
-        raise UsageError(
-            f"scheduling_setup() has {given.count} generation servers, initial_setup() has {count}",
-            "let both follow from the same settings",
-        )
-    needs = given.scheduling if given is not None else Scheduling.generation_server_default()
+    server, needs = config.generation_server[0], group.scheduling
     args = ["--seed", str(server.base_seed)]
     if server.backend_type == "vllm":
         # Those of the distribution that tokens are drawn from, as the built-in server has them.
         args += ["--logprobs-mode", "processed_logprobs"]
     for name, value in (server.backend_args or {}).items():
         args += [f"--{name.replace('_', '-')}", *(() if value is True else (str(value),))]
-    role = {"kind": server.backend_type, "model": server.model_path, "count": count, "args": args}
+    role = {"kind": server.backend_type, "model": server.model_path, "count": group.count, "args": args}
     device = {"device": "cuda"} if needs.gpu else {"device": "cpu"}
     return {**role, **device, "slots": server.tp_size, "env": dict(needs.env_vars)}
 
 
-def _role(count: int, workload: str, needs: Scheduling) -> dict[str, Any]:
-    role = {"count": count, "workload": f"unirun.experiments.model_worker:{workload}", "max_restarts": 10}
+def _role(group: TasksGroup, workload: str) -> dict[str, Any]:
+    needs = group.scheduling
+    role = {"count": group.count, "workload": workload, "max_restarts": 10}
     if not needs.gpu:
         # On a host with GPUs they see none.
         return {**role, "device": "cpu", "env": {"CUDA_VISIBLE_DEVICES": "", **needs.env_vars}}
@@ -330,16 +336,22 @@ def job_file(root: Path, config: ExperimentConfig, mapping: dict[str, Any], run_
         raise
 
 
-def options_of_slurm(scheduling: ExperimentScheduling, partition: str, nodes: int, *, evaluator: bool) -> str:
-    """The ``--slurm`` of a trial: what its model workers need, and its `evaluator` if it has one, on so many nodes."""
-    count, needs = scheduling.model_worker.count, scheduling.model_worker.scheduling
-    each = -(-count // nodes)
-    cpu, gpu, mem = (each * need for need in (needs.cpu, needs.gpu, needs.mem))
-    more = scheduling.evaluator or needs
-    smaller = more.cpu <= needs.cpu and more.gpu <= needs.gpu and more.mem <= needs.mem
-    # It may be where a node has one worker fewer than the others.
-    if evaluator and not (smaller and each * nodes > count):
-        cpu, gpu, mem = cpu + more.cpu, gpu + more.gpu, mem + more.mem
+def options_of_slurm(groups: Mapping[str, TasksGroup], partition: str, nodes: int) -> str:
+    """The ``--slurm`` of a trial with these `groups`: what each of so many nodes needs, so that the workers of each
+    group are spread over all nodes, and smaller ones take places that larger ones leave."""
+    cpu = gpu = mem = 0
+    # Needs of a worker, and the nodes that have a place for one more of these.
+    free: list[tuple[Scheduling, int]] = []
+    for group in sorted(groups.values(), key=lambda group: _size(group.scheduling), reverse=True):
+        needs, left = group.scheduling, group.count
+        for number, (place, many) in enumerate(free):
+            if all(one <= room for one, room in zip(_size(needs), _size(place), strict=True)):
+                taken = min(left, many)
+                free[number], left = (place, many - taken), left - taken
+        each = -(-left // nodes)
+        free.append((needs, each * nodes - left))
+        gpu, mem, cpu = gpu + each * needs.gpu, mem + each * needs.mem, cpu + each * needs.cpu
+    needs = groups["model_worker"].scheduling
     words: Sequence[tuple[str, str]] = [
         ("nodes", str(nodes)),
         ("partition", partition),
@@ -354,3 +366,7 @@ def options_of_slurm(scheduling: ExperimentScheduling, partition: str, nodes: in
         ("deadline", needs.deadline),
     ]
     return ",".join(f"{name}={value}" for name, value in words if value)
+
+
+def _size(needs: Scheduling) -> tuple[int, int, int]:
+    return needs.gpu, needs.mem, needs.cpu

@@ -44,6 +44,7 @@ from unirun.experiments.starting import (
     refuse_running,
     root_of,
     trials,
+    worker_groups,
 )
 from unirun.launcher.slurm.options import parse_slurm
 from unirun.observe.status import FailureStatus, JobStatus, write_status
@@ -362,31 +363,55 @@ class TestAStartThatMakesNoJob:
 
 
 class TestSlurm:
+    @staticmethod
+    def asked(nodes: int, partition: str = "", **groups: TasksGroup) -> str:
+        return options_of_slurm(groups, partition, nodes)
+
     def test_what_workers_need_is_asked_of_each_node(self) -> None:
         group = TasksGroup(10, Scheduling(cpu=3, gpu=1, mem=1000, time_limit="2:00:00"))
-        found = options_of_slurm(ExperimentScheduling(group), "gpus", 4, evaluator=False)
+        found = self.asked(4, "gpus", model_worker=group)
         assert found == ("nodes=4,partition=gpus,cpus_per_task=10,gpus_per_node=3,mem=3000M,time=2:00:00")
 
-    def test_an_evaluator_needs_as_much_as_a_model_worker(self) -> None:
-        scheduling = ExperimentScheduling(TasksGroup(4, Scheduling(cpu=1, gpu=1)))
-        assert "gpus_per_node=2" in options_of_slurm(scheduling, "", 2, evaluator=False)
-        assert "gpus_per_node=3" in options_of_slurm(scheduling, "", 2, evaluator=True)
-
-    def test_an_evaluator_may_need_less_or_have_room_beside_the_workers(self) -> None:
+    def test_smaller_workers_take_the_places_that_larger_ones_leave(self) -> None:
         workers = TasksGroup(3, Scheduling(cpu=1, gpu=2))
-        assert "gpus_per_node=4" in options_of_slurm(ExperimentScheduling(workers), "", 2, evaluator=True)
-        large = ExperimentScheduling(workers, evaluator=Scheduling(cpu=1, gpu=4))
-        assert "gpus_per_node=8" in options_of_slurm(large, "", 2, evaluator=True)
-        small = ExperimentScheduling(replace(workers, count=4), evaluator=Scheduling(cpu=2))
-        assert "cpus_per_task=5,gpus_per_node=4" in options_of_slurm(small, "", 2, evaluator=True)
+        alike, large = replace(workers, count=1), TasksGroup(1, Scheduling(cpu=1, gpu=4))
+        assert "gpus_per_node=4" in self.asked(2, model_worker=workers, evaluator=alike)
+        assert "gpus_per_node=6" in self.asked(2, model_worker=workers, evaluator=large)
+        four = replace(workers, count=4)
+        cpus = TasksGroup(1, Scheduling(cpu=2))
+        assert "cpus_per_task=5,gpus_per_node=4" in self.asked(2, model_worker=four, evaluator=cpus)
+
+    def test_all_kinds_of_workers_count(self) -> None:
+        found = self.asked(
+            2,
+            model_worker=TasksGroup(2, Scheduling(cpu=4, gpu=1, mem=1000)),
+            generation_server=TasksGroup(4, Scheduling(cpu=2, gpu=2, mem=2000)),
+            rollout_worker=TasksGroup(6, Scheduling(cpu=1, mem=500)),
+            evaluator=TasksGroup(1, Scheduling(cpu=1, gpu=1)),
+        )
+        assert found == "nodes=2,cpus_per_task=13,gpus_per_node=6,mem=6500M"
+
+    def test_the_workers_of_a_trial_are_those_of_its_job(self, config: ExperimentConfig) -> None:
+        config.generation_server = [GenerationServer(7, "vllm", {}, "m", 2)] * 2
+        config.gserver_manager = [GserverManager(ACTOR, 2, "round_robin", 0, 4, 10, 8)]
+        env, agent = EnvServiceAbstraction("null"), AgentAbstraction("null")
+        config.rollout_worker = [RolloutWorker(1, ACTOR, "t", 8, 10, env, agent, [PROMPTS])] * 3
+        groups = worker_groups(config, two(gpu=1))
+        assert {kind: (each.count, each.scheduling.gpu) for kind, each in groups.items()} == {
+            "model_worker": (2, 1),
+            "rollout_worker": (3, 0),
+            "generation_server": (2, 2),
+        }
+        roles = job_mapping(trial(), config, two(gpu=1))["roles"]
+        assert [*roles] == [*groups]
+        assert roles["generation_server"]["slots"] == 2
 
     def test_what_is_not_needed_is_left_out(self) -> None:
-        assert options_of_slurm(two(), "", 1, evaluator=False) == "nodes=1,cpus_per_task=3"
+        assert self.asked(1, model_worker=two().model_worker) == "nodes=1,cpus_per_task=3"
 
     def test_lists_of_nodes_are_read_as_they_were_written(self) -> None:
-        text = options_of_slurm(
-            two(nodelist="n[1-3],n7", exclude="n2,n9", begin="now+1hour"), "a,b", 2, evaluator=False
-        )
+        scheduling = two(nodelist="n[1-3],n7", exclude="n2,n9", begin="now+1hour")
+        text = self.asked(2, "a,b", model_worker=scheduling.model_worker)
         (component,) = parse_slurm([text]).components
         assert component.options["nodelist"] == "n[1-3],n7"
         assert component.options["exclude"] == "n2,n9"
