@@ -6,9 +6,11 @@ text, so that one that is trained on is never one that is measured.
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from unirun.experiments import (
@@ -22,6 +24,9 @@ from unirun.experiments import (
 )
 
 ALPHABET = "0123456789+-="
+LLAMA = Path(__file__).parent / "llama"
+"""The folder with the configuration of the network, for servers."""
+
 SHAPE = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 
 
@@ -46,21 +51,7 @@ register_tokenizer("characters", Characters)
 
 def llama(*, critic: bool = False, weights: str = "") -> ModelAbstraction:
     """A Llama with 0.4 million parameters: new, or with saved `weights`."""
-    config = {
-        "model_type": "llama",
-        "vocab_size": 2 + len(ALPHABET),
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.05,
-        "tie_word_embeddings": False,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-    }
+    config = json.loads((LLAMA / "config.json").read_text())
     return ModelAbstraction("causal_lm", {"config": config, "critic": critic, "weights": weights})
 
 

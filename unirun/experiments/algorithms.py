@@ -117,8 +117,13 @@ class DecoupledGRPO(ModelInterface):
             found.append(
                 model.running().train_batch(part, TOKENS, spec, self._loss, trained, self.reductions)
             )
-        figures = {name: sum(some[name] for some in found) / len(found) for name in found[0]}
-        figures["ratio_max"] = max((some["ratio_max"] for some in found if "ratio_max" in some), default=1.0)
+        # A part has no figures of tokens if there are fewer groups than parts.
+        each: dict[str, list[float]] = {}
+        for some in found:
+            for name, value in some.items():
+                each.setdefault(name, []).append(value)
+        figures = {name: sum(values) / len(values) for name, values in each.items()}
+        figures["ratio_max"] = max(each.get("ratio_max", [1.0]))
         return {**figures, "reward": float(sample["rewards"].float().mean()) if len(sample) else 0.0}
 
     def _loss(

@@ -89,6 +89,11 @@ def test_groups_without_variance_are_refused_unless_they_are_wanted() -> None:
     assert DecoupledGRPO(drop_equal=False).accepts(trajectories((1.0, 1.0)))
 
 
+def test_a_step_with_fewer_groups_than_parts_has_the_figures_of_those_that_there_are() -> None:
+    figures = DecoupledGRPO(minibatches=3).train_step(model(), trajectories((0.0, 1.0)), MicroBatchSpec())
+    assert figures["ratio"] == figures["ratio_max"] == pytest.approx(1.0)
+
+
 def test_a_step_makes_the_better_sequence_of_a_group_likelier() -> None:
     policy, interface = model(), DecoupledGRPO(minibatches=2)
     sample = trajectories((0.0, 1.0), (0.0, 0.5, 1.0))

@@ -1,0 +1,59 @@
+"""The ready asynchronous experiment to its end: servers generate, an agent makes trajectories, model workers train."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.documents import ROOT
+from unirun.experiments.buffer import Buffer
+
+from .harness import Unirun
+
+STEPS, BATCH, ETA = 8, 4, 1
+
+SETTINGS = (f"steps={STEPS}", f"batch={BATCH}", f"eta={ETA}", "group=4", "samples=200", "ckpt_freq_steps=100")
+
+
+def check(root: Path) -> None:
+    """Versions rise, no step has trained on older trajectories than it may, and each has trained on those that were
+    accepted next."""
+    figures = [json.loads(line) for line in (root / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in figures] == [*range(1, STEPS + 1)]
+    # The servers have the weights that are trained.
+    assert figures[0]["actorTrain/ratio_max"] == pytest.approx(1.0, abs=1e-3)
+    taken = [json.loads(line) for line in (root / "recover/buffer/taken.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in taken] == [*range(STEPS)]
+    buffer = Buffer(root / "recover/buffer")
+    arrived = [meta.ids[0] for _, meta in buffer.since(0)[1]]
+    dropped = {each for line in taken for each in line["old"]}
+    used = [each for line in taken for each in line["ids"]]
+    assert len(used) == STEPS * BATCH
+    assert used == [each for each in arrived if each not in dropped][: len(used)]
+    newest = 0
+    for line in taken:
+        sample = buffer.read(line["ids"])
+        made = sample["versions"][~sample["prompt_mask"]]
+        assert bool((made >= max(line["step"] - ETA, 0)).all())
+        assert bool((made <= line["step"]).all())
+        newest = max(newest, int(made.max()))
+    assert newest >= STEPS - 1 - ETA
+
+
+@pytest.mark.chaos
+@pytest.mark.usefixtures("warm_models")
+@pytest.mark.timeout(300)
+def test_a_dead_server_and_a_dead_rollout_worker_lose_nothing_that_was_accepted(unirun: Unirun) -> None:
+    env = {"PYTHONPATH": str(ROOT / "examples")}
+    trial = ("-e", "async-grpo", "-f", "first", "--module", "experiments.async_grpo")
+    job = unirun.start("experiment", "start", *trial, *SETTINGS, env=env)
+    for step, worker in ((2, "generation_server:0"), (4, "rollout_worker:0"), (6, "generation_server:1")):
+        job.lines(rf"step {step}: (.*)", within=200)
+        os.kill(int(unirun.workers()[worker]["pid"]), signal.SIGKILL)
+    result = job.end(within=200)
+    assert result.code == 0, result.err
+    check(unirun.home / "experiments" / "async-grpo" / "first")
