@@ -194,8 +194,6 @@ register_dataset("stub-rows", Rows)
 register_model("stub", Network)
 register_backend("stub", Backend)
 register_interface("stub", Adds)
-# `Rollouts` asks no agent.
-register_agent("stub", object)
 
 
 @dataclass
