@@ -3,6 +3,8 @@
 The peer is `generate` of transformers, which goes on until the longest sequence of a batch has ended. Both have the
 same network of 4 layers of 256, 16 rows at the same time, one thread, and 128 prompts whose answers have 8 to 128
 tokens, each doubling as often as the others. Time is that of the processor, as other processes may have it meanwhile.
+
+A whole trial, asynchronous, is beside the same one whose calls run in turn (`benchmarks.offpolicy`).
 """
 
 from __future__ import annotations
@@ -12,11 +14,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.figure import Bar, Figure, compared, measured
+from benchmarks.job import DEADLINE, environment, program
+from benchmarks.offpolicy import BATCH, STAMPS, STEPS
+from benchmarks.suites.rpc import run
+from benchmarks.suites.train import home, module
 from unirun.rollout.choosing import Load, begun, choose, ended
 from unirun.values import Engine
 
@@ -26,6 +33,13 @@ SLOTS = Bar(
 ROUTING = Bar(
     "choice of an engine and count of its load per request, 64 engines, 10 000 requests open", "µs", 20.0
 )
+OVERLAP = Bar(
+    "async (η = 2) ÷ sync, samples/s, lengths 1:16, 2 + 2 workers, engines and train steps that sleep for their time",
+    "ratio",
+    1.5,
+    True,
+)
+ROOT = Path(__file__).parents[2]
 ROWS, PROMPTS, SHORTEST, LONGEST = 16, 128, 8, 128
 VOCABULARY = 512
 
@@ -47,7 +61,25 @@ def figures(runs: int) -> list[Figure]:
                 lambda: _rate(_in_batches, network, work),
             ),
             measured(ROUTING, runs, _routing),
+            compared(
+                OVERLAP,
+                "samples/s",
+                runs,
+                lambda: _trial("async"),
+                "synchronous",
+                lambda: _trial("sync"),
+            ),
         ]
+
+
+def _trial(side: str) -> float:
+    """Samples in a second of a trial, after its first steps."""
+    with home() as folder:
+        env, root = {**environment(folder), "UNIRUN_WARM": "0", "PYTHONPATH": str(ROOT)}, folder / side
+        run(module("benchmarks.offpolicy", side, str(root)), env, DEADLINE)
+        run([program("unirun"), "--config", str(root / "job.json")], env, DEADLINE)
+        stamps = [float(line) for line in (root / STAMPS).read_text().splitlines()][STEPS // 3 :]
+        return BATCH * (len(stamps) - 1) / (stamps[-1] - stamps[0])
 
 
 def _routing() -> float:
