@@ -76,7 +76,7 @@ ACTOR, ENGINE = ModelName("actor"), ModelName("engine")
 
 def seconds_of(number: int) -> float:
     """The time that a sequence takes: each doubling of it is as often as the others."""
-    return UNIT * LONGEST ** random.Random(number).random()
+    return UNIT * float(LONGEST ** random.Random(number).random())
 
 
 def makespan(times: list[float]) -> float:

@@ -173,7 +173,7 @@ def test_what_has_come_together_is_written_together(tmp_path: Path, monkeypatch:
     made, source = Buffer(tmp_path), Source("a", "bad", "b", "a", "c")
     made.add([(sample("c"), 1)])
     written: list[int] = []
-    monkeypatch.setattr(buffer.os, "fsync", written.append)
+    monkeypatch.setattr("os.fsync", written.append)
     queue: Any = source
     intake = Intake(made, queue, lambda each: bool(each.total("packed_input_ids") > 1))
     intake.take()
