@@ -295,7 +295,11 @@ class MasterWorkerProcess(BaseTrainer):
             "trajectories/accepted": float(accepted),
             "trajectories/rejected": float(rejected),
             "trajectories/too_old": float(len(taken.old)),
-            **{f"trajectories/staleness_{age}": float(count) for age, count in ages.items()},
+            # All ages: `unirun status` shows the last figure of each name.
+            **{
+                f"trajectories/staleness_{age}": float(ages.get(age, 0))
+                for age in range(self._manager.max_head_offpolicyness + 1)
+            },
         }
 
     def _publish(self, info: RecoverInfo) -> None:
