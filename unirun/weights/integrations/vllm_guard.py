@@ -52,7 +52,7 @@ FORWARDED = frozenset((b"forwarded", b"via", b"x-forwarded-for", b"x-real-ip"))
 """Headers that proxies add, and unirun's companion does not."""
 
 CLOSED = (
-    "{path} is closed to other hosts, as this server receives weights (VLLM_SERVER_DEV_MODE=1), and {caller}; "
+    "{path} is closed to other hosts, as this server receives weights, and {caller}; "
     "call it from a process of the server's own host, without a proxy"
 )
 

@@ -93,7 +93,7 @@ def test_a_process_of_the_host_calls_every_route(client: str, server: str) -> No
 )
 def test_another_host_calls_no_route_of_developers(client: str) -> None:
     assert reason(request("/pause", (client, 40000))) == (
-        "/pause is closed to other hosts, as this server receives weights (VLLM_SERVER_DEV_MODE=1), and "
+        "/pause is closed to other hosts, as this server receives weights, and "
         f"the request came from {client}; call it from a process of the server's own host, without a proxy"
     )
 
