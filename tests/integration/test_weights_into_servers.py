@@ -41,7 +41,7 @@ COMPANION = """
             channel.publish(weights | ({"bias": torch.ones(1)} if ctx.rank else {}), version)
             torch.distributed.barrier(group=ctx.group("actor", "companion"))
     else:
-        companion = Companion(channel, Told())
+        companion = Companion(channel, Told(), timeout=60.0)
         torch.distributed.barrier(group=ctx.group("actor", "companion"))
         companion.run()
         torch.distributed.barrier(group=ctx.group("actor", "companion"))
@@ -97,7 +97,7 @@ RESTARTED = """
         seen("done")
     else:
         engines = Told()
-        companion = Companion(channel, engines)
+        companion = Companion(channel, engines, timeout=60.0)
         companion.run()
 """
 

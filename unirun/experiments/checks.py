@@ -341,6 +341,8 @@ def _server_faults(where: str, server: GenerationServer) -> Faults:
     if not isinstance(server.backend_args, Mapping | None):
         problem = f"it is a {type(server.backend_args).__name__}"
         yield Fault(f"{where}.backend_args", problem, "give a dict of the server's options, by name")
+    elif not isinstance((server.backend_args or {}).get("clear_cache", True), bool):
+        yield Fault(f"{where}.backend_args", "clear_cache is no bool", "give True or False")
     if not server.model_path:
         yield Fault(f"{where}.model_path", "it is empty", "give a path, or a name of Hugging Face's")
 

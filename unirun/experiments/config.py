@@ -227,7 +227,9 @@ class ModelWorker:
 @dataclass
 class GenerationServer:
     """A server that generates with `tp_size` devices: a service with the kind `backend_type`, ``builtin`` or ``vllm``.
-    `backend_args` are more options of it: ``{"max_num_seqs": 64}`` is ``--max-num-seqs 64``. All servers are alike."""
+    `backend_args` are more options of it: ``{"max_num_seqs": 64}`` is ``--max-num-seqs 64``. ``clear_cache``
+    is one besides: with True, the default, the keys and values of sequences in work are computed anew for each new
+    version. All servers are alike."""
 
     base_seed: int
     backend_type: str
@@ -240,7 +242,7 @@ class GenerationServer:
 @dataclass
 class GserverManager:
     """The manager that sends requests to `n_servers` generation servers, and holds back samples that would be
-    too stale."""
+    too stale. Each request of an update of a server's weights may take `flush_request_timeout` seconds."""
 
     model_name: ModelName
     n_servers: int

@@ -298,11 +298,15 @@ def _server_role(config: ExperimentConfig, group: TasksGroup) -> dict[str, Any]:
     if server.backend_type == "vllm":
         # Those of the distribution that tokens are drawn from, as the built-in server has them.
         args += ["--logprobs-mode", "processed_logprobs"]
-    for name, value in (server.backend_args or {}).items():
+    more = dict(server.backend_args or {})
+    loading = {"clear_cache": more.pop("clear_cache", True)}
+    for manager in config.gserver_manager:
+        loading["update_timeout"] = manager.flush_request_timeout
+    for name, value in more.items():
         args += [f"--{name.replace('_', '-')}", *(() if value is True else (str(value),))]
     role = {"kind": server.backend_type, "model": server.model_path, "count": group.count, "args": args}
     device = {"device": "cuda"} if needs.gpu else {"device": "cpu"}
-    return {**role, **device, "slots": server.tp_size, "env": dict(needs.env_vars)}
+    return {**role, **loading, **device, "slots": server.tp_size, "env": dict(needs.env_vars)}
 
 
 def _role(group: TasksGroup, workload: str) -> dict[str, Any]:

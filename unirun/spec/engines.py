@@ -25,6 +25,8 @@ from unirun.spec.read import Section, as_number
 KINDS = ("vllm", "builtin", "openai")
 LOADING = ("vllm", "builtin")
 """Kinds of engines that take weights from a companion."""
+LOADING_KEYS = ("clear_cache", "update_timeout")
+"""Keys of their roles about that."""
 
 SERVER = "unirun.experiments.server"
 
@@ -45,6 +47,9 @@ RESTARTS, WINDOW = 10, 3600.0
 def ready_made(job: Section, name: str, role: Section) -> Section:
     """The fields of a role with a ``kind``, and all that this stands for, unless the role says otherwise."""
     kind = role.choice("kind", KINDS, "")
+    for key in LOADING_KEYS:
+        if role.given(key) and kind not in LOADING:
+            role.fault(key, "the role takes no weights", "it is for kind: vllm and kind: builtin")
     if not kind:
         if role.given("model") and not role.given("kind"):
             role.fault("model", "the role has no kind", f"add kind: {' or kind: '.join(KINDS)}")
@@ -166,10 +171,11 @@ def with_companions(
 
 def _companion(name: str, engine: RoleSpec, channel: ChannelSpec) -> RoleSpec:
     """One rank on each host of engines; their number is known when these have been placed."""
+    keep = () if engine.clear_cache else ("--keep-cache",)
     return RoleSpec(
         name=name,
         count=1,
-        entry=Entry("module", COMPANION, (channel.name,)),
+        entry=Entry("module", COMPANION, (channel.name, f"--timeout={engine.update_timeout}", *keep)),
         max_restarts=RESTARTS * engine.count,
         restart="process",
         restart_window=WINDOW,

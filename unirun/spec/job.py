@@ -185,6 +185,9 @@ FIRST_STEP_TIMEOUT = 600.0
 READY_TIMEOUT = 1800.0
 """Default of ``ready_timeout`` in seconds: large models take a quarter of an hour to load from a network."""
 
+UPDATE_TIMEOUT = 300.0
+"""Default of ``update_timeout`` in seconds."""
+
 
 class Probe(Value):
     """One question to a program. `words` is the URL, the address (empty: the first port), the regular expression or the
@@ -356,8 +359,10 @@ class RoleSpec(Value):
     its first step it has at least `first_step_timeout` seconds. `stragglers`: a rank for which the others wait is told,
     or moves to another node.
 
-    `engine` is the kind of a ready-made service. A role `beside` another one has a rank on each node that has ranks of
-    that one.
+    `engine` is the kind of a ready-made service. New weights come into it with a pause, by requests of at most
+    `update_timeout` seconds; with `clear_cache`, keys and values of the old ones are forgotten.
+
+    A role `beside` another one has a rank on each node that has ranks of that one.
     """
 
     name: str
@@ -399,6 +404,8 @@ class RoleSpec(Value):
     stragglers: Stragglers = "tell"
     env_file: str | None = None
     engine: EngineKind | None = None
+    clear_cache: bool = True
+    update_timeout: float = UPDATE_TIMEOUT
     beside: str | None = None
 
     def head(self, rank: int) -> int:

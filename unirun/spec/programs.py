@@ -15,8 +15,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from unirun.errors import Fault
-from unirun.spec.engines import RECEIVING
-from unirun.spec.job import READY_TIMEOUT, Contract, Entry, Probe, RoleSpec, read_probe
+from unirun.spec.engines import LOADING_KEYS, RECEIVING
+from unirun.spec.job import READY_TIMEOUT, UPDATE_TIMEOUT, Contract, Entry, Probe, RoleSpec, read_probe
 from unirun.spec.read import Section, nearest, shown
 from unirun.values import RankAddress, Value
 
@@ -194,7 +194,10 @@ def _nearly(name: str, role: RoleSpec) -> tuple[str, str] | None:
 
 
 JOB_WIDE_PROGRAM_KEYS = ("contract", "python")
-PROGRAM_KEYS = (*("ports", "service", "optional", "ready", "ready_timeout", "alive", "group", "after"),)
+PROGRAM_KEYS = (
+    *("ports", "service", "optional", "ready", "ready_timeout", "alive", "group", "after"),
+    *LOADING_KEYS,
+)
 """Keys of a role, with those that it inherits from the job (`JOB_WIDE_PROGRAM_KEYS`)."""
 
 SERVICE_RESTARTS, SERVICE_WINDOW, SERVICE_DELAY = 10, 3600.0, 1.0
@@ -236,6 +239,8 @@ def read_program(role: Section, entry: Entry, contract: Contract) -> dict[str, A
         "alive": alive,
         "group": role.integer("group", 1, 1) if role.given("group") else None,
         "after": _after(role),
+        "clear_cache": role.flag("clear_cache", True),
+        "update_timeout": role.seconds("update_timeout", UPDATE_TIMEOUT, 0.01),
         "restart_window": role.seconds("restart_window", SERVICE_WINDOW if service else 0.0),
         "restart_delay": role.seconds(
             "restart_delay", SERVICE_DELAY if service and contract == "none" else 0.0

@@ -146,6 +146,8 @@ def test_a_built_in_server_has_one_device_and_options_are_a_dict() -> None:
     assert only(config) == "generation_server.0.tp_size: a built-in server has one device"
     config.generation_server = [GenerationServer(1, "vllm", ["--seed"], "model", 2)]
     assert only(config) == "generation_server.0.backend_args: it is a list"
+    config.generation_server = [GenerationServer(1, "vllm", {"clear_cache": "no"}, "model", 2)]
+    assert only(config) == "generation_server.0.backend_args: clear_cache is no bool"
 
 
 def test_servers_of_one_model_that_differ() -> None:

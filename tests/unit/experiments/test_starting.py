@@ -131,6 +131,18 @@ class TestTheJob:
         spec = parse_job(job, count_slots=lambda _: 2, run_id="x")
         assert spec.role("generation_server-weights").beside == "generation_server"
 
+    def test_how_servers_take_new_weights_are_settings_of_the_manager_and_of_theirs(
+        self, config: ExperimentConfig
+    ) -> None:
+        config.generation_server = [GenerationServer(7, "builtin", {"clear_cache": False}, "m", 1)]
+        config.gserver_manager = [GserverManager(ACTOR, 1, "round_robin", 0, 8, 20, 4)]
+        scheduling = replace(two(), generation_server=TasksGroup(1, Scheduling(gpu=0)))
+        job = job_mapping(trial(), config, scheduling)
+        job["roles"].pop("rollout_worker")
+        assert job["roles"]["generation_server"]["args"] == ["--seed", "7"]
+        companion = parse_job(job, count_slots=lambda _: 2, run_id="x").role("generation_server-weights")
+        assert companion.entry.args == ("policy", "--timeout=20.0", "--keep-cache")
+
     def test_another_number_of_servers_than_it_schedules_is_refused(self, config: ExperimentConfig) -> None:
         config.generation_server = [GenerationServer(7, "vllm", None, "m", 2)]
         role = job_mapping(trial(), config, two())["roles"]["generation_server"]

@@ -129,7 +129,7 @@ class TestWeights:
         assert spec.channels == (ChannelSpec("policy", "train", ("engine-weights",)),)
         companion = spec.roles[-1]
         assert (companion.name, companion.beside, companion.slots) == ("engine-weights", "engine", 0)
-        assert companion.entry.args == ("policy",)
+        assert companion.entry.args == ("policy", "--timeout=300.0")
         assert companion.service
         two = parse({**VLLM, "count": 2}, channels=CHANNELS).roles[-1]
         assert two.max_restarts == 2 * companion.max_restarts > 0
@@ -143,6 +143,17 @@ class TestWeights:
         module, _, name = guard.rpartition(".")
         assert option == "--middleware"
         assert getattr(import_module(module), name) is SameHost
+
+    def test_how_an_engine_takes_weights_is_a_setting_of_its_role(self) -> None:
+        engine = {**VLLM, "clear_cache": False, "update_timeout": "1m"}
+        args = parse(engine, channels=CHANNELS).roles[-1].entry.args
+        assert args == ("policy", "--timeout=60.0", "--keep-cache")
+
+    def test_only_engines_that_take_weights_have_these_settings(self) -> None:
+        (fault,) = faults({"program": "true", "clear_cache": False})
+        assert fault == (
+            "roles.engine.clear_cache: the role takes no weights; it is for kind: vllm and kind: builtin"
+        )
 
     def test_weights_need_no_secrets_of_the_engine(self) -> None:
         """vLLM asks for its key on other routes."""

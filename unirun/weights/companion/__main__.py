@@ -6,8 +6,8 @@ workers do that start again alone, by saying so.
 
 from __future__ import annotations
 
+import argparse
 import signal
-import sys
 
 from unirun.roles.context import init
 from unirun.roles.peers import Peers
@@ -25,8 +25,13 @@ def follow(peers: Peers) -> None:
 
 
 if __name__ == "__main__":
-    peers, channel = init().peers, WeightsChannel(sys.argv[1])
-    companion = Companion(channel, peers)
+    parser = argparse.ArgumentParser(prog="unirun.weights.companion", description="weights into engines")
+    parser.add_argument("channel")
+    parser.add_argument("--timeout", type=float, required=True, help="seconds for a request to an engine")
+    parser.add_argument("--keep-cache", action="store_true", help="keep keys and values of the old weights")
+    options = parser.parse_args()
+    peers, channel = init().peers, WeightsChannel(options.channel)
+    companion = Companion(channel, peers, timeout=options.timeout, clear_cache=not options.keep_cache)
     signal.signal(signal.SIGTERM, lambda *_: companion.stop())
     peers.when_changed(lambda: follow(peers))
     follow(peers)

@@ -39,9 +39,6 @@ FINAL_LOAD_TIMEOUT = 20.0
 """Seconds in which versions that are being brought into engines may arrive when the companion is told to end: it has 30
 before it is killed."""
 
-TIMEOUT = 300.0
-"""Seconds for one request to an engine, and for receiving one version."""
-
 
 class Companion:
     """Brings the versions of a channel into the vLLM engines of this host, as long as `run` runs.
@@ -57,10 +54,13 @@ class Companion:
     slow engine still loads.
     """
 
-    def __init__(self, channel: WeightsChannel, peers: Peers, *, timeout: float = TIMEOUT) -> None:
-        """`timeout` is that of one request to an engine, and of receiving a version, in seconds."""
+    def __init__(
+        self, channel: WeightsChannel, peers: Peers, *, timeout: float, clear_cache: bool = True
+    ) -> None:
+        """`timeout` is that of one request to an engine, and of receiving a version, in seconds. For `clear_cache` see
+        `vllm.Client.paused`."""
         self._channel, self._peers = channel, peers
-        self._timeout = timeout
+        self._timeout, self._clear_cache = timeout, clear_cache
         # Memory for versions that are received.
         self._blocks = Blocks()
         self._latest: tuple[Version, VersionFile] | None = None
@@ -161,7 +161,7 @@ class Companion:
                 client.check(file.path, file.token)
                 self._checked.add(known)
             problem = "has weights that are half new"
-            with client.paused("keep"):
+            with client.paused("keep", clear_cache=self._clear_cache):
                 client.load(file.path, file.token, str(version[1]))
                 if not file.is_intact():
                     raise ServerError("the publisher may have written to what was loaded", server=engine.url)

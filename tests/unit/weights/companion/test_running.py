@@ -132,10 +132,10 @@ class Agent:
 class Host:
     """Stand-ins for engines, and the companion beside them."""
 
-    def __init__(self, *, lends: bool) -> None:
+    def __init__(self, *, lends: bool, clear_cache: bool = True) -> None:
         self.channel, self.engines = Channel(lends=lends), Agent()
         channel, peers = cast(WeightsChannel, self.channel), cast(Peers, self.engines)
-        self.companion = Companion(channel, peers, timeout=WAIT_TIMEOUT)
+        self.companion = Companion(channel, peers, timeout=WAIT_TIMEOUT, clear_cache=clear_cache)
         self.servers: list[fake_servers.FakeVllm] = []
         self._thread = threading.Thread(target=self.companion.run)
 
@@ -163,7 +163,8 @@ def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     for name, module in fake_servers.vllm_modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "unirun.weights.integrations.vllm_worker", raising=False)
-    made = Host(lends=request.param == "lent")
+    lends, _, kept = request.param.partition(", ")
+    made = Host(lends=lends == "lent", clear_cache=not kept)
     yield made
     made.close()
 
@@ -199,6 +200,17 @@ def test_versions_are_brought_into_each_engine_that_answers(host: Host) -> None:
     assert has(one, second)
     assert has(other, second)
     assert (one.version, one.paused, one.transfer.cleared) == ("2", "", True)
+
+
+@pytest.mark.parametrize("host", ["lent, kept"], indirect=True)
+def test_the_cache_of_an_engine_may_be_kept(host: Host) -> None:
+    tensors = weights()
+    server = host.server(tensors)
+    host.engines.set(engine(server))
+    host.channel.publish(1, tensors)
+    host.start()
+    host.engines.have({(0, 0): 1})
+    assert (server.version, server.transfer.cleared) == ("1", False)
 
 
 def test_an_engine_that_was_started_again_gets_the_version_from_here(host: Host) -> None:
