@@ -78,6 +78,6 @@ def test_settings_that_are_none_are_refused() -> None:
             with pytest.raises(UsageError, match="new_tokens_per_chunk"):
                 EngineCompleter(client, new_tokens_per_chunk=0)
             with pytest.raises(UsageError, match="round_robin, least_requests, least_token_usage"):
-                EngineCompleter(client, schedule_policy="fair")  # type: ignore[arg-type]
+                EngineCompleter(client, schedule_policy="fair")
 
     play(1, story)
