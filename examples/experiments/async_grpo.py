@@ -67,6 +67,7 @@ class AsyncGRPO(Experiment):
     """The settings of the experiment. `weights` is the model that ``sft`` has saved; without it the actor is new."""
 
     preload = ("reasoning_gym",)
+    agent, env = "solver", "null"
     weights: str = ""
     samples: int = 3000
     batch: int = 32
@@ -126,8 +127,8 @@ class AsyncGRPO(Experiment):
             "characters",
             ROOM,
             60,
-            EnvServiceAbstraction("null"),
-            AgentAbstraction("solver", {"n": self.group}),
+            EnvServiceAbstraction(self.env),
+            AgentAbstraction(self.agent, {"n": self.group}),
             [questions(self.samples)],
         )
         return ExperimentConfig(

@@ -47,6 +47,28 @@ def check(root: Path) -> None:
 @pytest.mark.chaos
 @pytest.mark.usefixtures("warm_models")
 @pytest.mark.timeout(300)
+def test_what_an_environment_says_between_two_turns_is_not_trained_on(unirun: Unirun) -> None:
+    env = {"PYTHONPATH": str(ROOT / "examples")}
+    trial = ("-e", "async-two-turns", "-f", "first", "--module", "experiments.two_turns")
+    settings = ("steps=1", "batch=4", "group=4", "samples=200", "ckpt_freq_steps=100", "servers=1")
+    result = unirun("experiment", "start", *trial, *settings, env=env, within=240)
+    assert result.code == 0, result.err
+    buffer = Buffer(unirun.home / "experiments/async-two-turns/first/recover/buffer")
+    sample = buffer.read([meta.ids[0] for _, meta in buffer.since(0)[1]])
+    lengths = sample.lengths("packed_input_ids")
+    for key in ("prompt_mask", "versions"):
+        assert sample.lengths(key) == lengths
+    said = 0
+    for masks, versions in zip(sample.sequences("prompt_mask"), sample.sequences("versions"), strict=True):
+        assert bool(((versions < 0) == masks).all())
+        first = int((~masks).nonzero()[0])
+        said += int(masks[first:].sum())
+    assert said > 0
+
+
+@pytest.mark.chaos
+@pytest.mark.usefixtures("warm_models")
+@pytest.mark.timeout(300)
 def test_a_dead_server_and_a_dead_rollout_worker_lose_nothing_that_was_accepted(unirun: Unirun) -> None:
     env = {"PYTHONPATH": str(ROOT / "examples")}
     trial = ("-e", "async-grpo", "-f", "first", "--module", "experiments.async_grpo")
