@@ -220,6 +220,7 @@ _SAME = (
     "call_timeout",
     "transport",
     "max_job_restarts",
+    "notify_command",
 )
 _VALUES = {
     **{option: option for option in (*_SAME, "stdin")},

@@ -235,6 +235,12 @@ OURS: tuple[Option, ...] = (
         many=True,
     ),
     Option("--dry-run", OUTPUT, "with --slurm: print the batch script, submit nothing"),
+    Option(
+        "--notify-command",
+        OUTPUT,
+        "run this with sh on a failure, a recovery and the end, with the event on stdin (docs/observe.md)",
+        "COMMAND",
+    ),
     Option("--detach", OUTPUT, "start the job and return; see unirun status, logs, stop", short="-d"),
     Option("--quiet", OUTPUT, "show what workers write and errors, nothing else", short="-q"),
     Option("--verbose", OUTPUT, "also show whether a warm process is used, and if not, why", short="-v"),

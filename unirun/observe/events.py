@@ -113,13 +113,14 @@ class EventLog:
         cause: str = "",
         about: tuple[str, ...] = (),
         **details: Any,
-    ) -> None:
-        """Append one event. One without an `id` gets one of the log's own."""
+    ) -> LoggedEvent:
+        """Append one event, and return it. One without an `id` gets one of the log's own."""
         if not id:
             self._own += 1
             id = f"{self._epoch}.{self._own}"
         event = LoggedEvent(id, round(self._clock(), 6), kind, text, cause, about, details)
         self._lines.append(to_builtins(event))
+        return event
 
     def close(self) -> None:
         """Close the file."""
@@ -300,7 +301,7 @@ def _recovery(record: FailureStatus, events: Sequence[LoggedEvent], at: int) -> 
                 lost = max(event.details["furthest"] - event.details["first"], 0)
         if event.kind == "caught_up" and record.role in event.about:
             useful = event.time
-        fails_again = event.kind == "failure" and running is not None and _role_of(event) == record.role
+        fails_again = event.kind == "failure" and running is not None and role_of(event) == record.role
         if useful is not None or fails_again or event.kind == "stopping":
             break
     took = Durations(
@@ -314,7 +315,8 @@ def _recovery(record: FailureStatus, events: Sequence[LoggedEvent], at: int) -> 
     return took, lost
 
 
-def _role_of(event: LoggedEvent) -> str:
+def role_of(event: LoggedEvent) -> str:
+    """The role that an event is about first, or whose rank it is."""
     return event.about[0].partition(":")[0] if event.about else ""
 
 

@@ -464,6 +464,7 @@ class JobSpec(Value):
     between roles may take, and `transport` what carries it. `stdin` names the worker, as ``actor:0``, that has the
     stdin of the command. `port_range` has the lowest and the highest number of the ports that ranks are given. The
     values of the variables in `env_file`, and of those called `secret`, are masked in what is told of the job.
+    `notify_command` is run on failures, recoveries and the end.
     """
 
     name: str
@@ -501,6 +502,7 @@ class JobSpec(Value):
     port_range: tuple[int, int] = PORT_RANGE
     env_file: str | None = None
     secret: tuple[str, ...] = ()
+    notify_command: str = ""
 
     def role(self, name: str) -> RoleSpec:
         """The role called `name`. Raises KeyError."""

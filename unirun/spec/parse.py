@@ -151,6 +151,7 @@ def parse_job(
         "stdin": _stdin(job, roles),
         "port_range": _port_range(job),
         "env_file": check_env_file(job),
+        "notify_command": job.text("notify_command"),
         "secret": read_secrets(
             job, [("env", job.mapping("env")), *((f"roles.{role.name}.env", role.env) for role in roles)]
         ),

@@ -186,6 +186,7 @@ def specs(draw: st.DrawFn) -> JobSpec:
         call_timeout=draw(seconds),
         transport=draw(st.sampled_from(["torch", "socket"])),
         stdin=draw(st.none() | st.sampled_from([f"{name}:0" for name in known])),
+        notify_command=draw(st.sampled_from(["", "curl -d @- http://h/x"])),
     )
 
 

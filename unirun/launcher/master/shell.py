@@ -46,10 +46,11 @@ from unirun.failover.status_views import farewell, present, status_of
 from unirun.launcher.environment import carried, for_workers
 from unirun.launcher.master.beats import OWNER_TIMEOUT, HeartbeatMonitor, unheard
 from unirun.launcher.master.hangs import HangWatch, StepsWatch
+from unirun.launcher.master.notifying import Notifier
 from unirun.launcher.master.questions import Questions
 from unirun.launcher.master.stragglers import StragglerWatch
 from unirun.launcher.master.writer import StateWriter
-from unirun.observe.events import EventLog, LineLog, led_to
+from unirun.observe.events import EventLog, EventReader, LineLog, led_to
 from unirun.observe.jobdir import JobDir, ProcessWatch
 from unirun.observe.status import JobStatus, write_status
 from unirun.rendezvous.election import Term
@@ -109,7 +110,7 @@ class StatusFile:
         self,
         job: JobDir,
         snapshot: Callable[[], Callable[[], JobStatus] | None],
-        failed: Callable[[str], None],
+        failed: Callable[[str], object],
     ) -> None:
         self._job, self._snapshot, self._failed = job, snapshot, failed
         self._one_by_one = asyncio.Lock()
@@ -340,6 +341,8 @@ class Master:
         self._job, self._listeners = job, listeners
         self._core, self._record_crash = core, record_crash
         self._credentials = load_credentials(job.path)
+        before = EventReader(job.events).read() if state.spec.notify_command else []
+        self._notifier = Notifier(state.spec.notify_command, state.spec.run_id, before)
         self._log = EventLog(job.events, term.epoch)
         self._metrics = LineLog(job.metrics)
         self._state = replace(state, epoch=term.epoch, recorded=0)
@@ -419,6 +422,7 @@ class Master:
             for server in servers:
                 server.close()
             self._beats.close()
+            await self._notifier.close()
             self._log.close()
             self._metrics.close()
             for watch in watches:
@@ -500,7 +504,8 @@ class Master:
             case ToGuest(node, message):
                 self._admission.answer(node, message)
             case Record(kind, text, number, cause, about, details):
-                self._log.write(kind, text, id=number, cause=cause, about=about, **details)
+                event = self._log.write(kind, text, id=number, cause=cause, about=about, **details)
+                self._notifier.tell(event)
             case KeepMetrics(role, rank, when, values):
                 self._metrics.append({"time": when, "role": role, "rank": rank, "values": values})
             case After(delay, event):
