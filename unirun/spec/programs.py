@@ -311,12 +311,13 @@ def _python(role: Section, entry: Entry) -> str | None:
 def interpreter(path: str) -> str | None:
     """The absolute path of the interpreter in the directory `path`, or `path` itself; None when there is none."""
     given = Path(path).expanduser()
-    if given.is_dir():
+    # Not the methods of Path: they raise OSError for a name that is too long.
+    if os.path.isdir(given):
         given = given / "bin" / "python"
     elif "/" not in path:
         return shutil.which(path)
     # Not resolved: the link in an environment is what makes it one.
-    return os.path.abspath(given) if given.is_file() and os.access(given, os.X_OK) else None
+    return os.path.abspath(given) if os.path.isfile(given) and os.access(given, os.X_OK) else None
 
 
 def variables_of(python: str | None) -> dict[str, str | None]:

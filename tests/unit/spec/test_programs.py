@@ -253,6 +253,7 @@ class TestPython:
         assert interpreter("python") == str(venv / "bin/python")
         assert interpreter("~/venv") == str(venv / "bin/python")
         assert interpreter("python9") is None
+        assert interpreter("x" * 300) is None
 
     def test_python_that_is_missing_or_no_program_is_told(self, venv: Path) -> None:
         (venv / "bin/notes").touch()
