@@ -57,7 +57,7 @@ def trial(name: str, seed: int, root: Path, *settings: str) -> Curve:
 def pipeline(seed: int, root: Path) -> dict[str, Curve]:
     """All experiments with one seed."""
     found = {"sft": trial("sft", seed, root)}
-    (saved,) = (root / "sft" / f"seed{seed}" / "checkpoints" / "default").glob("step*/model.pt")
+    (saved,) = (root / "sft" / f"seed{seed}" / "checkpoints" / "default").glob("step*")
     for name in ("ppo", "grpo", "reward", "dpo"):
         found[name] = trial(name, seed, root, f"weights={saved}")
     return found

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.effort import CHAOS
 from unirun.experiments.starting import PRELOAD
@@ -48,7 +49,7 @@ class Found:
             self.figures: list[dict[str, float]] = figures
             for each, (output, tokens) in by_id.items():
                 self.outputs[each], self.generated[each] = output, tokens.tolist()
-        self.network: dict[str, torch.Tensor] = torch.load(folder / "model.pt")
+        self.network: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
 
 
 MODULES = ",".join(PRELOAD)

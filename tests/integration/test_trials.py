@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.documents import ROOT
 
@@ -43,8 +44,8 @@ def steps(path: Path) -> list[dict[str, Any]]:
 
 def saved(path: Path) -> dict[str, torch.Tensor]:
     """The actor after the last step."""
-    *_, found = sorted((path / "checkpoints" / "actor").glob("step*/model.pt"))
-    weights: dict[str, torch.Tensor] = torch.load(found)
+    *_, found = sorted((path / "checkpoints" / "actor").glob("step*/model.safetensors"))
+    weights: dict[str, torch.Tensor] = load_file(found)
     return weights
 
 
@@ -241,7 +242,7 @@ def test_a_second_start_sets_the_files_of_the_first_aside_and_a_damaged_checkpoi
         result = home(*how, f"lr={lr}", env=environment(home), cwd=ROOT / "examples", within=120)
         assert result.code == 0, result.err
     path = home.home / "experiments" / "sft" / "twice"
-    models = [torch.load(each) for each in sorted(path.glob("**/step000004/model.pt"))]
+    models = [load_file(each) for each in sorted(path.glob("**/step000004/model.safetensors"))]
     assert len(models) == 2
     assert any(not torch.equal(models[0][name], models[1][name]) for name in models[0])
     assert len((path / "earlier" / "1" / "steps.jsonl").read_text().splitlines()) == 4

@@ -45,7 +45,7 @@ from unirun.experiments.graph import (
     graph_faults,
     is_part,
 )
-from unirun.experiments.models.api import ModelInterface
+from unirun.experiments.models.api import FILE, ModelInterface
 from unirun.experiments.orders import check_reductions
 from unirun.observe.jobdir import unirun_home
 from unirun.wire.reporting import report
@@ -523,7 +523,9 @@ def _file_faults(config: ExperimentDescription) -> Faults:
             if (path := shard.model.args.get("path")) and (why := _absent(str(path))):
                 yield Fault(f"models.{name}", why, "give a path, or a name of Hugging Face's hub")
             if weights := shard.model.args.get("weights"):
-                yield from _unreadable(f"models.{name}", weights)
+                is_directory = isinstance(weights, str) and os.path.isdir(weights)
+                file = os.path.join(weights, FILE) if is_directory else weights
+                yield from _unreadable(f"models.{name}", file)
         ranks = shard.id.topo.get_dim("data")
         count = _first_rows(shard.eval_dataset, ranks) if shard.eval_dataset is not None else None
         if count is not None and count < ranks:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 
 from unirun.experiments.config import register_interface
 from unirun.experiments.graph import ModelInterfaceAbstraction
@@ -58,5 +59,5 @@ class Prepared(EvaluatorProcess):
 def test_an_interface_need_not_say_how_its_figures_become_one(
     kind: str, interface: Any, largest: float, tmp_path: Path
 ) -> None:
-    torch.save({}, tmp_path / "model.pt")
+    save_file({}, tmp_path / "model.safetensors")
     assert Prepared(kind, interface).evaluate(str(tmp_path)) == {"right": 1.5, "largest": largest}

@@ -7,10 +7,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save
 from torch.distributed.device_mesh import DeviceMesh
 
 from unirun.atomic import writing
@@ -255,27 +256,42 @@ class ModelInterface:
         return {}
 
     def save(self, model: Model, path: Path) -> None:
-        """Write the model for others to use. All ranks call it. By default one rank writes model.pt, the state dict."""
+        """Write the model for others to use. All ranks call it. By default one rank writes a directory that
+        transformers reads."""
 
         save_whole(model, path)
 
 
-# A model as others read it: one state dict, whole.
+# A model as others read it: a directory of transformers, whose tensors are whole and in one file.
 
-FILE = "model.pt"
+FILE = "model.safetensors"
+
+
+def saved_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors that `save_whole` has written to the directory `path`, or those of this file."""
+    return load_file(path / FILE if path.is_dir() else path)
+
+
+@runtime_checkable
+class Portable(Protocol):
+    """A network that can write a description of itself, with which other programs make it again."""
+
+    def describe(self, path: Path) -> None:
+        """Write it to the directory `path`."""
 
 
 @torch.no_grad()
 def load_whole(model: Model, path: Path) -> None:
-    """Give a model that is whole in this process the tensors of ``path/model.pt``."""
-    saved = torch.load(path / FILE, map_location="cpu", weights_only=True)
+    """Give a model that is whole in this process the tensors in the directory `path`."""
+    saved = saved_tensors(path)
     for name, tensor in model.running().tensors().items():
         tensor.copy_(saved[name])
 
 
 def save_whole(model: Model, path: Path) -> None:
-    """Write the tensors of all stages, by their names in the whole network, to ``path/model.pt``. All ranks of the
-    model call it; the first one of the last stage writes. A model without a network has none."""
+    """Write the tensors of all stages, by their names in the whole network, to the directory `path`, with the network's
+    configuration and the tokenizer if they are of transformers. All ranks of the model call it; the first one of the
+    last stage writes. A model without a network has none."""
     if model.engine is None:
         return
     # DTensor takes long to import.
@@ -293,4 +309,8 @@ def save_whole(model: Model, path: Path) -> None:
         whole = {name: tensor for stage in stages for name, tensor in stage.items()}
     if place.is_dp_head and place.data == 0:
         with writing(path / FILE, private=False, lasting=True) as file:
-            torch.save(whole, file)
+            file.write(save(whole, {"format": "pt"}))
+        if isinstance(model.module, Portable):
+            model.module.describe(path)
+        if hasattr(model.tokenizer, "save_pretrained"):
+            model.tokenizer.save_pretrained(path)

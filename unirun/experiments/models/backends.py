@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from unirun.errors import SpecError, UsageError
-from unirun.experiments.models.api import FinetuneSpec, Model, ModelBackend, Place
+from unirun.experiments.models.api import FinetuneSpec, Model, ModelBackend, Place, saved_tensors
 from unirun.wire.reporting import report
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def causal_lm(
     `config`, which names its ``model_type``. The last layer of a `critic` gives one value instead of logits.
 
     The parameters of a new one follow from the seed of the place alone, so they are the same in each layout. `weights`
-    is a file that `ModelInterface.save` has written: its tensors take the place of those with the same names and
+    is a directory that `ModelInterface.save` has written: its tensors take the place of those with the same names and
     shapes.
     """
     from transformers import AutoModelForCausalLM
@@ -166,14 +166,14 @@ def causal_lm(
             whole.config.tie_word_embeddings = False
         if weights:
             own = whole.state_dict()
-            saved = torch.load(weights, map_location="cpu", weights_only=True)
+            saved = saved_tensors(Path(weights))
             fitting = {n: t for n, t in saved.items() if n in own and own[n].shape == t.shape}
             # A critic has a last layer of its own.
             others = sorted(own.keys() - fitting.keys() - ({"lm_head.weight"} if critic else set()))
             if not fitting:
                 raise UsageError(
                     f"no tensor of {weights} has a name and a shape of {place.name}",
-                    "give a model.pt of this network",
+                    "give a saved model of this network",
                 )
             if others:
                 report(f"unirun: {place.name}: {weights} has no tensors that fit {', '.join(others[:5])}")

@@ -11,6 +11,7 @@ import copy
 import inspect
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +67,8 @@ class Stage(nn.Module):
         self.body = body
         self.head: Any = head if self.last else None
         self.config: Any = config
+        self._settings, self._generation = whole.config, getattr(whole, "generation_config", None)
+        self._class = type(whole).__name__
         self._cache_name = (
             "cache" if "cache" in inspect.signature(type(body).forward).parameters else "past_key_values"
         )
@@ -122,6 +125,16 @@ class Stage(nn.Module):
             return None
         found: nn.Parameter = self.body.embed_tokens.weight if self.first else self.head.weight
         return found
+
+    def describe(self, path: Path) -> None:
+        """Write the configuration of the whole network to this directory, as transformers reads it."""
+        settings: Any = copy.deepcopy(self._settings)
+        settings.architectures = [self._class]
+        settings.dtype = self.dtype
+        settings.save_pretrained(path)
+        if self._generation is not None:
+            # Not by its save_pretrained, which refuses settings that models on the Hub have.
+            self._generation.to_json_file(path / "generation_config.json")
 
     def named(self, names: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Tensors by the names that they have in the whole network."""

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from layouts import loss, sample
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 
 from unirun.errors import SpecError
@@ -154,7 +155,7 @@ class Found:
         save_whole(model, folder)
         if place.topo.world_size() > 1:
             dist.barrier()
-        self.network: dict[str, torch.Tensor] = torch.load(folder / "model.pt")
+        self.network: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
 
     def difference(self, one: Found) -> str:
         """The first difference from the results of `one` rank; empty if there is none."""

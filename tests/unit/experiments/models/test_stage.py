@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -78,10 +79,32 @@ class TestWhereItComesFrom:
     ) -> None:
         actor = causal_lm(place(), config=CONFIG)
         save_whole(TrainBackend().initialize(Model(place(), actor, None), SPEC), tmp_path)
-        critic = causal_lm(place(2), config=CONFIG, critic=True, weights=str(tmp_path / "model.pt"))
+        critic = causal_lm(place(2), config=CONFIG, critic=True, weights=str(tmp_path))
         assert outputs(critic).shape == (5,)
         own, others = critic.body.state_dict(), actor.body.state_dict()
         assert all(torch.equal(own[name], tensor) for name, tensor in others.items())
+
+    @pytest.mark.parametrize("kind", ["llama", "qwen2"])
+    def test_a_saved_model_is_a_directory_of_transformers(self, kind: str, tmp_path: Path) -> None:
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+        from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+        words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+        make: Any = PreTrainedTokenizerFast
+        tokenizer = make(tokenizer_object=words, eos_token="b")
+        stage = causal_lm(place(), config={**CONFIG, "model_type": kind, "tie_word_embeddings": True})
+        save_whole(InferenceBackend().initialize(Model(place(), stage, tokenizer), SPEC), tmp_path)
+        found: Any = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        network, told = found
+        assert not any(told.values())
+        with torch.no_grad():
+            expected = [network(each[None]).logits[0] for each in tokens().sequences("tokens")]
+        torch.testing.assert_close(outputs(stage), torch.cat(expected))
+        assert AutoTokenizer.from_pretrained(tmp_path).eos_token == "b"
+        settings = json.loads((tmp_path / "config.json").read_text())
+        assert settings["architectures"] == [type(network).__name__]
+        assert settings["num_hidden_layers"] == CONFIG["num_hidden_layers"]
 
     def test_saved_parameters_are_loaded_into_another_network(self, tmp_path: Path) -> None:
         one, other = (
@@ -154,10 +177,11 @@ class TestWhatCannotBeCut:
     ) -> None:
         whole = InferenceBackend().initialize(Model(place(), causal_lm(place(), config=CONFIG), None), SPEC)
         save_whole(whole, tmp_path)
-        weights = str(tmp_path / "model.pt")
+        weights = str(tmp_path)
         causal_lm(place(), config={**CONFIG, "num_hidden_layers": 3}, weights=weights)
         assert (
-            "model.pt has no tensors that fit model.layers.2.input_layernorm.weight" in capfd.readouterr().err
+            f"{weights} has no tensors that fit model.layers.2.input_layernorm.weight"
+            in capfd.readouterr().err
         )
         with pytest.raises(UsageError, match="has a name and a shape of actor@0"):
             causal_lm(place(), config={**CONFIG, "hidden_size": 8}, weights=weights)
