@@ -24,6 +24,7 @@ FINAL = (EXIT_USAGE, 130, 143)
 def start(options: Any) -> int:
     """Start a trial and follow it to its end. Returns the exit code."""
     from unirun.experiments import experiment, starting
+    from unirun.experiments.config import without_effect
     from unirun.experiments.experiment import Trial
     from unirun.experiments.recovery import Recovery, settings_of
 
@@ -38,6 +39,8 @@ def start(options: Any) -> int:
     made = experiment.with_settings(name, options.overrides)
     scheduling = made.scheduling_setup()
     _check_files(config, options.mode)
+    for line in without_effect(config, scheduling):
+        warn(line)
     resume, only = options.recover_mode in ("auto", "resume"), options.recover_mode == "resume"
     recovery = Recovery(root)
     last = recovery.latest() if resume else None

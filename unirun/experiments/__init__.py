@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         EnvServiceAbstraction,
         ExperimentSaveEvalControl,
         ExperimentScheduling,
+        ExpStatus,
         GenerationServer,
         GserverManager,
         MasterWorker,
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from unirun.experiments.recovery import RecoverInfo
     from unirun.experiments.rollout_worker import RolloutAgent
     from unirun.experiments.sample import NamedArray, SequenceSample
+    from unirun.experiments.starting import trial_status
 
 __all__ = [
     "AgentAbstraction",
@@ -89,6 +91,7 @@ __all__ = [
     "DatasetUtility",
     "Engine",
     "EnvServiceAbstraction",
+    "ExpStatus",
     "Experiment",
     "ExperimentConfig",
     "ExperimentSaveEvalControl",
@@ -141,9 +144,20 @@ __all__ = [
     "register_model",
     "register_tokenizer",
     "topology",
+    "trial_status",
 ]
 
-_HOMES = ("graph", "config", "experiment", "sample", "models.api", "datasets", "recovery", "rollout_worker")
+_HOMES = (
+    "graph",
+    "config",
+    "experiment",
+    "sample",
+    "models.api",
+    "datasets",
+    "recovery",
+    "rollout_worker",
+    "starting",
+)
 """The modules that have these names. Those that import torch come after the others."""
 
 

@@ -12,7 +12,8 @@ import difflib
 import importlib
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from enum import Enum
 from typing import Any, Generic, TypeVar
 
 from unirun.errors import Fault, UsageError
@@ -25,6 +26,15 @@ from unirun.experiments.graph import (
     ProcessTopology,
     with_hooks,
 )
+
+
+class ExpStatus(Enum):
+    """The state of a trial, as ReaLHF has it (`trial_status`)."""
+
+    RUNNING = "RUNNING"
+    ABORTED = "ABORTED"
+    COMPLETE = "COMPLETE"
+
 
 # The times at which an experiment saves, checkpoints, evaluates and ends.
 
@@ -185,6 +195,7 @@ class ExperimentScheduling:
     gserver_manager: TasksGroup | None = None
     rollout_worker: TasksGroup | None = None
     evaluator: Scheduling | None = None
+    controller_image: str | None = None
 
 
 @dataclass
@@ -196,6 +207,16 @@ class WorkerInformation:
     worker_type: str = ""
     worker_index: int = -1
     worker_count: int = 0
+    worker_tag: str | None = None
+    host_key: str | None = None
+    watch_keys: str | list[str] | None = None
+
+    def system_setup(
+        self, experiment_name: str, trial_name: str, worker_type: str, worker_index: int, worker_count: int
+    ) -> None:
+        """Fill in the identity, and leave the rest."""
+        self.experiment_name, self.trial_name = experiment_name, trial_name
+        self.worker_type, self.worker_index, self.worker_count = worker_type, worker_index, worker_count
 
 
 @dataclass
@@ -222,6 +243,12 @@ class ModelWorker:
     datasets: list[DatasetAbstraction] = field(default_factory=list)
     shuffle_dataset: bool = True
     worker_info: WorkerInformation | None = None
+    use_dataset_cache: bool = False
+    dataset_cahce_root: str | None = None
+    cuda_cache_cleanliness: bool = True
+    cuda_cache_clear_freq: int = 10
+    torch_cache_mysophobia: bool = False
+    profile_mode: bool = False
 
 
 @dataclass
@@ -271,6 +298,8 @@ class RolloutWorker:
     agent: AgentAbstraction
     datasets: list[DatasetAbstraction]
     worker_info: WorkerInformation | None = None
+    use_dataset_cache: bool = False
+    dataset_cahce_root: str | None = None
 
 
 @dataclass
@@ -346,6 +375,39 @@ class ExperimentDescription:
         """The call whose model the evaluator evaluates: the one that trains its role, or the only one that trains."""
         role = self.evaluator.role
         return next(call for call in self.model_rpcs if call.trains and role in ("", call.role))
+
+
+# Fields of the originals that mean nothing here.
+
+_CACHE = "a dataset is read once, by each worker that needs it"
+_MEMORY = "memory of devices is torch's: see PYTORCH_CUDA_ALLOC_CONF"
+_KEYS = "the job watches its workers"
+WITHOUT_EFFECT = {
+    "use_dataset_cache": _CACHE,
+    "dataset_cahce_root": _CACHE,
+    "cuda_cache_cleanliness": _MEMORY,
+    "cuda_cache_clear_freq": _MEMORY,
+    "torch_cache_mysophobia": _MEMORY,
+    "profile_mode": "unirun profile shows what a worker does",
+    "worker_tag": "workers have a type and an index",
+    "host_key": _KEYS,
+    "watch_keys": _KEYS,
+    "controller_image": "the command is the controller, and container_image is that of the workers",
+}
+"""Fields that configurations of ReaLHF and AReaL may have, by name, with what is in their place."""
+
+
+def without_effect(config: ExperimentDescription, scheduling: ExperimentScheduling) -> list[str]:
+    """A line for each of `WITHOUT_EFFECT` that is set to something else than its default."""
+    workers: list[ModelWorker | RolloutWorker] = [*config.model_worker, *config.rollout_worker]
+    about = [worker.worker_info for worker in workers if worker.worker_info is not None]
+    given = {
+        f"{type(each).__name__}.{one.name}": WITHOUT_EFFECT[one.name]
+        for each in (scheduling, *workers, *about)
+        for one in fields(each)
+        if one.name in WITHOUT_EFFECT and getattr(each, one.name) != one.default
+    }
+    return [f"{name} has no effect: {why}" for name, why in given.items()]
 
 
 # `model_workers` makes the list of model workers from an `Allocation` for each model, instead of shard by shard.

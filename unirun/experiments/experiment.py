@@ -87,7 +87,8 @@ class ExperimentConfig(ExperimentDescription):
         for kind in WORKER_TYPES:
             workers = getattr(self, kind)
             for index, worker in enumerate(workers):
-                worker.worker_info = WorkerInformation(experiment_name, trial_name, kind, index, len(workers))
+                worker.worker_info = worker.worker_info or WorkerInformation()
+                worker.worker_info.system_setup(experiment_name, trial_name, kind, index, len(workers))
 
 
 WORKER_TYPES = ("model_worker", "master_worker", "generation_server", "gserver_manager", "rollout_worker")

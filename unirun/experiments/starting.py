@@ -20,7 +20,7 @@ from unirun.collocation.graph import Edge, Role
 from unirun.collocation.graph import RoleGraph as Picture
 from unirun.collocation.graph.svg import svg
 from unirun.errors import JobError, UsageError
-from unirun.experiments.config import ExperimentScheduling, Resolved, Scheduling, TasksGroup
+from unirun.experiments.config import ExperimentScheduling, ExpStatus, Resolved, Scheduling, TasksGroup
 from unirun.experiments.experiment import ExperimentConfig, Trial, check_names
 from unirun.experiments.graph import ModelName, ProcessTopology
 from unirun.observe.jobdir import job_at, unirun_home
@@ -145,6 +145,20 @@ def phase_of(job: str) -> str:
         return str(read_status(job_at(job)).phase)
     except (JobError, OSError):
         return "gone"
+
+
+def trial_status(experiment: str, trial: str, root: str = "") -> ExpStatus:
+    """The state of a trial whose directory is below `root` (see ``--root``). Raises `UsageError` for one that was never
+    started."""
+    job = job_of(root_of(root, experiment, trial))
+    if not job:
+        raise UsageError(
+            f"{experiment}/{trial} was never started", "unirun experiment list shows those that were"
+        )
+    phase = phase_of(job)
+    if phase == "succeeded":
+        return ExpStatus.COMPLETE
+    return ExpStatus.ABORTED if phase in (*ENDED, "gone") else ExpStatus.RUNNING
 
 
 def end_of(root: Path, worker: str, since: float) -> tuple[str, str] | None:

@@ -22,11 +22,14 @@ from unirun.experiments.config import (
     AutomaticEvaluator,
     EnvServiceAbstraction,
     ExperimentScheduling,
+    ExpStatus,
     GenerationServer,
     GserverManager,
     RolloutWorker,
     Scheduling,
     TasksGroup,
+    WorkerInformation,
+    without_effect,
 )
 from unirun.experiments.experiment import ExperimentConfig, Trial, trial_of
 from unirun.experiments.starting import (
@@ -43,6 +46,7 @@ from unirun.experiments.starting import (
     phase_of,
     refuse_running,
     root_of,
+    trial_status,
     trials,
     worker_groups,
 )
@@ -261,6 +265,7 @@ class TestHowItStands:
         start(config, "ppo-first-1")
         self.stands("running", alive=True)
         assert phase_of("ppo-first-1") == "running"
+        assert trial_status("ppo", "first") is ExpStatus.RUNNING
         with pytest.raises(UsageError, match="trial 'first' of 'ppo' runs already, as job ppo-first-1"):
             refuse_running(root_of("", "ppo", "first"))
 
@@ -269,12 +274,15 @@ class TestHowItStands:
         start(config, "ppo-first-1")
         self.stands(phase, alive=False)
         assert phase_of("ppo-first-1") == phase
+        ended = ExpStatus.COMPLETE if phase == "succeeded" else ExpStatus.ABORTED
+        assert trial_status("ppo", "first") is ended
         refuse_running(root_of("", "ppo", "first"))
 
     def test_so_may_one_whose_processes_are_gone(self, config: ExperimentConfig) -> None:
         start(config, "ppo-first-1")
         self.stands("running", alive=False)
         assert phase_of("ppo-first-1") == "lost"
+        assert trial_status("ppo", "first") is ExpStatus.ABORTED
         refuse_running(root_of("", "ppo", "first"))
 
     @pytest.mark.parametrize("job", ["ppo-first-9", "no id/", ""])
@@ -285,6 +293,26 @@ class TestHowItStands:
 
     def test_one_that_was_never_started_may_be(self) -> None:
         refuse_running(root_of("", "ppo", "first"))
+        with pytest.raises(UsageError, match="ppo/first was never started"):
+            trial_status("ppo", "first")
+
+
+def test_fields_that_mean_nothing_here_are_accepted_and_told(config: ExperimentConfig) -> None:
+    scheduling = two()
+    assert without_effect(config, scheduling) == []
+    scheduling.controller_image = "image"
+    config.model_worker[0].use_dataset_cache = True
+    config.model_worker[0].worker_info = WorkerInformation(watch_keys="key")
+    assert without_effect(config, scheduling) == [
+        "ExperimentScheduling.controller_image has no effect: the command is the controller, and container_image is "
+        "that of the workers",
+        "ModelWorker.use_dataset_cache has no effect: a dataset is read once, by each worker that needs it",
+        "WorkerInformation.watch_keys has no effect: the job watches its workers",
+    ]
+    config.set_worker_information("ppo", "first")
+    assert config.model_worker[0].worker_info == WorkerInformation(
+        "ppo", "first", "model_worker", 0, len(config.model_worker), watch_keys="key"
+    )
 
 
 class TestTwoCommands:
