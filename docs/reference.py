@@ -137,6 +137,7 @@ SECTIONS = {
     ],
     "Experiments": [
         *("experiments.Experiment", "experiments.register_experiment", "experiments.make_experiment"),
+        *("experiments.trial_status", "experiments.ExpStatus"),
         *("experiments.ExperimentConfig", "experiments.Resolved", "experiments.ExperimentScheduling"),
         *("experiments.TasksGroup", "experiments.Scheduling", "experiments.ExperimentSaveEvalControl"),
         *(
