@@ -77,7 +77,7 @@ ALLOWED = (
     ),
     Allowed("death signal", BOTH, "9 instead of 0"),
     Allowed("fault handler", BOTH, "True instead of False"),
-    Allowed("signals in the kernel", BOTH, "SigCgt: 10*4ea instead of 0*2"),
+    Allowed("signals in the kernel", BOTH, "SigCgt: 30*4ea instead of 0*2"),
     Allowed("end: killed by sigsegv", BOTH, "stderr: Fatal Python error: Segmentation fault\n.*"),
     Allowed("loaded modules", BOTH, r"\+.*"),
     Allowed("names of loggers", ("fork",), r"\+.*"),
