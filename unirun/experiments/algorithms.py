@@ -124,6 +124,9 @@ class DecoupledGRPO(ModelInterface):
                 each.setdefault(name, []).append(value)
         figures = {name: sum(values) / len(values) for name, values in each.items()}
         figures["ratio_max"] = max(each.get("ratio_max", [1.0]))
+        if "skipped_steps" in each:
+            # A count of all steps so far.
+            figures["skipped_steps"] = each["skipped_steps"][-1]
         return {**figures, "reward": float(sample["rewards"].float().mean()) if len(sample) else 0.0}
 
     def _loss(

@@ -317,7 +317,9 @@ def _server_role(config: ExperimentConfig, group: TasksGroup) -> dict[str, Any]:
     for manager in config.gserver_manager:
         loading["update_timeout"] = manager.flush_request_timeout
     for name, value in more.items():
-        args += [f"--{name.replace('_', '-')}", *(() if value is True else (str(value),))]
+        # An option without a value; one that is False is left out.
+        if value is not False:
+            args += [f"--{name.replace('_', '-')}", *(() if value is True else (str(value),))]
     role = {"kind": server.backend_type, "model": server.model_path, "count": group.count, "args": args}
     device = {"device": "cuda"} if needs.gpu else {"device": "cpu"}
     return {**role, **loading, **device, "slots": server.tp_size, "env": dict(needs.env_vars)}

@@ -446,6 +446,12 @@ class TestSlurm:
         assert [*roles] == [*groups]
         assert roles["generation_server"]["slots"] == 2
 
+    def test_options_of_a_server_that_are_false_are_left_out(self, config: ExperimentConfig) -> None:
+        args = {"enforce_eager": True, "async_scheduling": False, "max_model_len": 512}
+        config.generation_server = [GenerationServer(7, "vllm", args, "m", 1)]
+        found = job_mapping(trial(), config, two())["roles"]["generation_server"]["args"]
+        assert found[-3:] == ["--enforce-eager", "--max-model-len", "512"]
+
     def test_what_is_not_needed_is_left_out(self) -> None:
         assert self.asked(1, model_worker=two().model_worker) == "nodes=1,cpus_per_task=3"
 

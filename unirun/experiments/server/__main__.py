@@ -82,10 +82,11 @@ def _tokenizer(model: str) -> Any:
 def serve(options: argparse.Namespace) -> int:
     """Run until a signal, or until generation has failed. Returns the exit code."""
     try:
+        import transformers  # noqa: F401 - `routes_of` needs it
         import uvicorn
     except ModuleNotFoundError as error:
         raise UsageError(
-            "the built-in server needs the package uvicorn", "pip install 'torch-unirun[server]'"
+            f"the built-in server needs the package {error.name}", "pip install 'torch-unirun[server]'"
         ) from error
 
     routes, generator = routes_of(options)
