@@ -37,7 +37,7 @@ class Examiner:
         return str(row["prompt"])
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """What is said to an answer, the reward, and whether this is the end."""
+        """The reply to an answer, the reward, and True at the end."""
         self._turns += 1
         right = float(self._verifier.score_answer(text or None, {"answer": self._row["answer"]})) == 1.0
         if right or self._turns == 2:

@@ -155,9 +155,10 @@ class TestASignalToTheCommand:
     ) -> None:
         train = script(
             """
-            import signal, sys
+            import os, signal, sys
             signal.signal(signal.SIGUSR1, lambda *_: sys.exit(print("saved")))
-            print("up", flush=True)
+            # In one piece: the signal may come between a text and the end of its line.
+            os.write(1, b"up\\n")
             while True:
                 signal.pause()
             """

@@ -29,6 +29,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 
 from tests.effort import examples
 from unirun.errors import UnirunError, WorkerLost
@@ -380,12 +381,13 @@ class Evaluator:
 
 def whole(path: Path) -> float:
     """The parameter in a saved model."""
-    return _read(path / "model.pt", (path / "model.pt").stat().st_mtime_ns)
+    found = path / "model.safetensors"
+    return _read(found, found.stat().st_mtime_ns)
 
 
 @lru_cache
 def _read(path: Path, written: int) -> float:
-    return float(torch.load(path, weights_only=True)["w"])
+    return float(load_file(path)["w"])
 
 
 Deaths = Mapping[tuple[str, int], tuple[bool, bool]]
