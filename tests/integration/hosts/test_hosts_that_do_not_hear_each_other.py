@@ -6,6 +6,8 @@ import json
 import subprocess
 from textwrap import dedent
 
+import pytest
+
 from tests.testbed.host import Host
 from tests.testbed.hosts import Hosts
 from tests.waiting import eventually
@@ -29,6 +31,7 @@ def loses_what_it_sends_to(host: Host, other: Host) -> None:
     host.run(["ip", "neigh", "replace", other.address, "lladdr", NOWHERE, "dev", "eth0", "nud", "permanent"])
 
 
+@pytest.mark.chaos
 def test_both_are_named_on_the_console_and_are_the_cause_of_the_failures(hosts: Hosts) -> None:
     """
     1. A rank on each of three hosts, in all_reduces with a time-out of 30 s.
