@@ -1,4 +1,4 @@
-"""`async-grpo` with an environment: who answers a sum wrongly is told so, and may answer once more for half the reward.
+"""`async-grpo` with an environment: after a wrong answer the model may answer once more, for half the reward.
 
 The tokens of both turns are one sequence. Those of the environment are not trained on.
 

@@ -201,13 +201,13 @@ class Buffer:
         self._files = {path.name: 0 for path in sorted(folder.glob("*.items"))}
         for name in self._files:
             for about, place in _items(folder / name):
-                self._add(about, place)
+                self._files[name] += 1
+                self._arrived(about, place)
         self._out: Any = None
 
-    def _add(self, about: ItemHeader, place: Extent) -> None:
+    def _arrived(self, about: ItemHeader, place: Extent) -> None:
         self._found[about.id] = about, place, self._next
         self._next += 1
-        self._files[place.file] = self._files.get(place.file, 0) + 1
 
     def __contains__(self, each: str) -> bool:
         """Return True for a trajectory that was accepted, also if it was released not long ago."""
@@ -217,7 +217,9 @@ class Buffer:
         return len(self._found)
 
     def add(self, some: Sequence[tuple[SequenceSample, int]]) -> None:
-        """Write trajectories and the versions that they were made with. They are on disk when it returns."""
+        """Write trajectories and the versions that they were made with. They are on disk when it returns, and nobody
+        finds them before."""
+        new: list[tuple[ItemHeader, Extent]] = []
         for sample, version in some:
             about = header_of(sample, version)
             data = b"".join(_bytes(sample[key]) for key in about.seqlens)
@@ -225,13 +227,17 @@ class Buffer:
             out = self._file()
             place = Extent(Path(out.name).name, out.tell() + _HEAD + len(head), len(data))
             sum_ = zlib.crc32(data, zlib.crc32(head))
-            out.write(b"".join([len(head).to_bytes(4), len(data).to_bytes(8), sum_.to_bytes(4), head, data]))
             with self._lock:
-                self._add(about, place)
+                # Counted first, so that the file is not removed meanwhile.
+                self._files[place.file] += 1
+            out.write(b"".join([len(head).to_bytes(4), len(data).to_bytes(8), sum_.to_bytes(4), head, data]))
+            new.append((about, place))
         if self._out is not None:
             self._out.flush()
             os.fsync(self._out.fileno())
         with self._lock:
+            for about, place in new:
+                self._arrived(about, place)
             self._lock.notify_all()
 
     def _file(self) -> Any:
@@ -242,7 +248,10 @@ class Buffer:
                 os.fsync(self._out.fileno())
                 self._out.close()
             number = 1 + max((int(name.partition(".")[0]) for name in self._files), default=0)
-            self._out = (self._folder / f"{number:06}.items").open("xb")
+            name = f"{number:06}.items"
+            with self._lock:
+                self._out = (self._folder / name).open("xb")
+                self._files[name] = 0
             handle = os.open(self._folder, os.O_RDONLY)
             try:
                 os.fsync(handle)

@@ -6,7 +6,8 @@
         answer = await client.complete(data["input_ids"], max_tokens=64)
         return float(answer.token_ids[-1] == data["answer"])
 
-    pool = Pool(EngineCompleter("engine"), agent, group_size=8, batch=32, max_head_offpolicyness=2)
+    completer = EngineCompleter(EngineClient("engine"))
+    pool = Pool(completer, agent, group_size=8, batch=32, max_head_offpolicyness=2)
     async for group in pool.run(prompts):
         ...
 
@@ -173,9 +174,9 @@ class Pool:
     async def run(self, prompts: Iterable[Data] | AsyncIterable[Data]) -> AsyncGenerator[Group, None]:
         """Finished groups of these prompts, in the order in which they finish.
 
-        Prompts are taken as groups may begin. Groups that are being made, and those that nobody has taken, are together
-        at most twice `max_concurrent_rollouts`. Raises what `prompts` raises, and `EpisodeFailed` for an agent that
-        always fails.
+        A prompt is taken when its group may begin. Groups in progress, and finished ones that the caller has not
+        received yet, are together at most twice `max_concurrent_rollouts`. Raises what `prompts` raises, and
+        `EpisodeFailed` for an agent that always fails.
         """
         gate = self._gate
         ready: asyncio.Queue[Group | None] = asyncio.Queue()
@@ -198,7 +199,7 @@ class Pool:
             await asyncio.wait({feeding})
 
     async def evaluate(self, prompts: Iterable[Data], **sampling: Any) -> list[Group]:
-        """The groups of these prompts, which no gate counts and nobody trains on. `sampling` goes before that of the
+        """Groups for evaluation, not for training: they do not count for the bound. `sampling` overrides that of the
         pool."""
         places = asyncio.Semaphore(self._most)
 

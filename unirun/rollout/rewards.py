@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import os
 import queue
+import signal
 import sys
 import threading
 import traceback
@@ -33,6 +34,9 @@ REWARD_ATTEMPTS = 3
 
 MAX_MESSAGE = 64 << 20
 """Bytes of the arguments of one call, or of its result."""
+
+END_TIMEOUT = 5.0
+"""Seconds for the pipes of a process that was killed, which its children may have open."""
 
 START_TIMEOUT = 120.0
 """Seconds in which a process must have imported the module of its function."""
@@ -179,6 +183,7 @@ class _Process:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=MAX_MESSAGE,
+            process_group=0,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)},
         )
         made = cls(process)
@@ -207,22 +212,27 @@ class _Process:
         with contextlib.suppress(ConnectionError):
             stdin.write(line)
             await stdin.drain()
-        answer = await stdout.readline()
+        try:
+            answer = await stdout.readline()
+        except ValueError:
+            return f"has answered with more than {MAX_MESSAGE} bytes"
         if answer.endswith(b"\n"):
             return msgspec.json.decode(answer, type=_Result)
         code = await self._process.wait()
         return f"has ended its process by {'signal' if code < 0 else 'exit code'} {abs(code)}"
 
     def kill(self) -> None:
-        """End it now."""
+        """End it now, with the processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     async def end(self) -> None:
         """End it, and wait for that."""
         self.kill()
         # It reads what is left, so that the pipes are closed.
-        await self._process.communicate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_TIMEOUT):
+                await self._process.communicate()
 
 
 # The program of these processes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,27 @@ def test_a_file_goes_with_the_last_trajectory_in_it(tmp_path: Path, monkeypatch:
     assert "a" in made, "it was accepted"
     with pytest.raises(CheckpointDamaged, match="trajectory 'a' is not in"):
         made.read(["a"])
+
+
+def test_trajectories_that_come_together_may_fill_several_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffer, "SEGMENT_BYTES", 1)
+    there = Buffer(tmp_path)
+    there.add([(sample(name), 0) for name in "abc"])
+    assert len([*tmp_path.glob("*.items")]) == 3
+    there.release(["a"])
+    assert [there.read([name]).ids for name in "bc"] == [("b",), ("c",)]
+
+
+def test_nobody_finds_a_trajectory_before_it_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, found = Buffer(tmp_path), list[int]()
+    monkeypatch.setattr(os, "fsync", lambda _: found.append(there.since(0)[0]))
+    there.add([(sample("a"), 0), (sample("b"), 0)])
+    assert set(found) == {0}
+    assert there.since(0)[0] == 2
 
 
 def test_what_was_released_long_ago_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
