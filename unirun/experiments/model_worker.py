@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from unirun.errors import InvocationTimeout, PeerLost, RemoteError, UnirunError, UsageError
-from unirun.experiments.buffer import BUFFER_RANK, Arrivals, Buffer, Intake, trajectories
 from unirun.experiments.config import (
     BACKENDS,
     DATASETS,
@@ -49,8 +48,6 @@ from unirun.experiments.sample import SequenceSample
 from unirun.roles import BaseWorkload, init, trainer_invocation
 from unirun.roles.calls.call import InvocationRef
 from unirun.train.losses import LIMIT
-from unirun.weights.channel import WeightsChannel
-from unirun.weights.queue import Queue
 from unirun.weights.tensors import Layout, NamedBox, dtype_of, layout_of, local, part_of, plan
 
 # The data that model workers give each other without their master: data of sequences, and parameters.
@@ -234,9 +231,6 @@ def _put(
             target.copy_(tensor)
 
 
-POLICY = "policy"
-"""The channel of the weights that generation servers have."""
-
 WORKER_CONNECT_TIMEOUT = 30.0
 """Timeout in seconds for a connection to another worker."""
 
@@ -290,11 +284,6 @@ class ModelWorkerProcess(BaseWorkload):
         self._dataset: Dataset | None = None
         self._has_read, self._content = False, ""
         self._attempt = -1
-        self._manager = next(iter(self._experiment.gserver_manager), None)
-        self._buffer: Buffer | None = None
-        self._intake: Intake | None = None
-        self._queue: Queue | None = None
-        self._channel: WeightsChannel | None = None
         # Counts and figures are on the CPU.
         dist.init_process_group("cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo")
 
@@ -304,25 +293,21 @@ class ModelWorkerProcess(BaseWorkload):
         if self._has_read:
             return
         self._tokenizer = load_tokenizer(self._mine.tokenizer_name_or_path)
-        if self._manager is not None and self.rank == BUFFER_RANK:
-            # An epoch is as long as the data of the rollout workers.
-            rollout = self._experiment.rollout_worker[0]
-            util = DatasetUtility(load_tokenizer(rollout.tokenizer_path), rollout.base_seed)
-            self._dataset = _joined(
-                [DATASETS.find(each.type_)(util, **each.args) for each in rollout.datasets]
-            )
-            self._content = content_of(self._dataset)
-        source = self._resolved.graph.calls[self._resolved.graph.sources[0]].model_name
-        if self._mine.datasets and any(shard.id.model_name == source for shard in self._mine.shards):
-            util = DatasetUtility(self._tokenizer, self._mine.base_seed)
-            self._dataset = _joined(
-                [DATASETS.find(each.type_)(util, **each.args) for each in self._mine.datasets]
-            )
+        self._dataset = self._read_dataset()
+        if self._dataset is not None:
             self._content = content_of(self._dataset)
         for shard in self._mine.shards:
             if shard.eval_dataset is not None:
                 self._held_out[shard.id.model_name] = self._read_held_out(shard.id, shard.eval_dataset)
         self._has_read = True
+
+    def _read_dataset(self) -> Dataset | None:
+        """The samples of the trial, in workers that read them."""
+        source = self._resolved.graph.calls[self._resolved.graph.sources[0]].model_name
+        if not self._mine.datasets or all(shard.id.model_name != source for shard in self._mine.shards):
+            return None
+        util = DatasetUtility(self._tokenizer, self._mine.base_seed)
+        return joined([DATASETS.find(each.type_)(util, **each.args) for each in self._mine.datasets])
 
     def _read_held_out(self, shard: ModelShardID, chosen: DatasetAbstraction) -> SequenceSample:
         """The part of the held-out data that the data-parallel rank of a shard has."""
@@ -354,8 +339,6 @@ class ModelWorkerProcess(BaseWorkload):
         Returns the versions of the models."""
         self._read()
         self._attempt = attempt
-        if self._manager is not None and self.rank == BUFFER_RANK and self._buffer is None:
-            self._buffer = Buffer(self._recovery.buffer)
         self._store.begin(-1)
         # Interfaces may keep state of the attempt that failed, and it may differ between ranks.
         self._interfaces.clear()
@@ -403,99 +386,14 @@ class ModelWorkerProcess(BaseWorkload):
         return self._meshes.get(name)
 
     @trainer_invocation(target="ALL")
-    def load(self, attempt: int, step: int, rows: Sequence[int] | Sequence[str]) -> SequenceSample:
-        """Read these samples of the dataset, or trajectories of the buffer with these ids. They stay here; what is
-        known of them is returned."""
+    def load(self, attempt: int, step: int, rows: Sequence[int]) -> SequenceSample:
+        """Read these samples of the dataset. They stay here; what is known of them is returned."""
         self._check(attempt)
         self._store.begin(step)
-        if self._buffer is not None:
-            sample = self._buffer.read([str(each) for each in rows])
-        else:
-            assert self._dataset is not None
-            sample = SequenceSample.gather([self._dataset[int(index)] for index in rows])
+        assert self._dataset is not None
+        sample = SequenceSample.gather([self._dataset[index] for index in rows])
         self._store.put(sample)
         return sample.meta()
-
-    # Of an asynchronous trial.
-
-    @trainer_invocation(target="ALL", concurrency=2)
-    def accepted(self, attempt: int, number: int, seconds: float) -> Arrivals:
-        """The trajectories that have arrived from `number` on; waits for one up to so many seconds."""
-        self._check(attempt)
-        assert self._buffer is not None
-        if self._intake is not None:
-            self._intake.raise_error()
-        number, found = self._buffer.since(number, seconds)
-        counts = (self._intake.accepted, self._intake.rejected) if self._intake is not None else (0, 0)
-        return number, found, counts
-
-    @trainer_invocation(target="ALL")
-    def receive(self, attempt: int, version: int, kept: int) -> None:
-        """Take trajectories from rollout workers from now on. `version` steps were trained, and the trajectories of
-        the steps after them, `kept` ones, are in the buffer."""
-        self._check(attempt)
-        assert self._buffer is not None
-        assert self._manager is not None
-        if self._intake is None:
-            role = self._manager.model_name.role
-            call = next(call for call in self._resolved.graph.trained if call.role == role)
-            interface = INTERFACES.find(call.interface_impl.type_)(**call.interface_impl.args)
-            self._queue = trajectories(self._manager)
-            self._queue.keep(kept)
-            self._queue.advance(version)
-            self._intake = Intake(self._buffer, self._queue, interface.accepts)
-            self._intake.start()
-
-    @trainer_invocation(target="ALL")
-    def release(self, attempt: int, ids: Sequence[str], *, dropped: bool) -> None:
-        """These trajectories are not needed any more. Those that are `dropped` were not trained on: others are made in
-        their place."""
-        self._check(attempt)
-        assert self._buffer is not None
-        count = self._buffer.release(ids)
-        if dropped and self._queue is not None:
-            self._queue.keep(-count)
-
-    @trainer_invocation(target="ALL")
-    def publish(self, attempt: int, version: int) -> None:
-        """Give the weights that were trained in `version` steps to the generation servers, and let rollout workers
-        begin more."""
-        self._check(attempt)
-        assert self._manager is not None
-        if self._experiment.generation_server:
-            if self._channel is None:
-                self._channel = WeightsChannel(POLICY)
-            # All have published it already, if a step was made again.
-            if self._channel.version is None or self._channel.version < version:
-                self._channel.publish(self._published(), version)
-        if self._queue is not None:
-            self._queue.advance(version)
-
-    @trainer_invocation(target="ALL")
-    def published(self, attempt: int) -> int | None:
-        """The version that this process has published last; None before the first."""
-        self._check(attempt)
-        return self._channel.version if self._channel is not None else None
-
-    @trainer_invocation(target="ALL")
-    def withdraw(self, attempt: int) -> None:
-        """Give no weights to the generation servers until the next version."""
-        self._check(attempt)
-        if self._channel is not None:
-            self._channel.withdraw()
-
-    def _published(self) -> dict[str, torch.Tensor]:
-        """The tensors of the model that is trained and served, of which each is published by one data-parallel rank, or
-        by all of those that have parts of it."""
-        assert self._manager is not None
-        role = self._manager.model_name.role
-        name = next(call.model_name for call in self._resolved.graph.trained if call.role == role)
-        shard = self._shards.get(name)
-        if shard is None:
-            return {}
-        self._fetch(shard)
-        tensors, first = shard.model.running().tensors(), not shard.model.place.data
-        return {key: tensor for key, tensor in tensors.items() if first or _is_cut(tensor)}
 
     @trainer_invocation(target="ALL", auto_shard=True)
     def call(self, order: MFCRequest) -> MFCReply:
@@ -626,13 +524,9 @@ class ModelWorkerProcess(BaseWorkload):
         return getattr(self._store, what)(*request)
 
 
-def _joined(made: Sequence[Dataset]) -> Dataset:
+def joined(made: Sequence[Dataset]) -> Dataset:
+    """Several datasets as one."""
     return made[0] if len(made) == 1 else Joined(made)
-
-
-def _is_cut(tensor: torch.Tensor) -> bool:
-    """Return True if data-parallel ranks have different parts of it (FSDP2)."""
-    return isinstance(tensor, DTensor) and "data" in (tensor.device_mesh.mesh_dim_names or ())
 
 
 def _device() -> torch.device:

@@ -265,7 +265,7 @@ class Step:
     def take(self, rank: int, ids: Sequence[str]) -> tuple[str, ...]:
         """Have a worker take these trajectories from its buffer. Returns their ids."""
         self.at = "the reading of trajectories"
-        self._batch = self._group[rank].load.call(self._attempt, self._number, ids)
+        self._batch = self._group[rank].take.call(self._attempt, self._number, ids)
         self._has(self._batch, (rank,))
         return self._batch.ids
 

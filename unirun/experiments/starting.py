@@ -246,7 +246,8 @@ def job_mapping(
         if kind == "generation_server":
             roles[kind] = _server_role(config, group)
         else:
-            roles[kind] = _role(group, WORKLOADS[kind])
+            asynchronous = kind == "model_worker" and config.gserver_manager
+            roles[kind] = _role(group, ASYNC_WORKER if asynchronous else WORKLOADS[kind])
     return {
         "name": f"{trial.experiment}-{trial.trial}",
         # Each worker sees its own devices only.
@@ -269,6 +270,9 @@ WORKLOADS = {
     "evaluator": "unirun.experiments.model_worker:EvaluatorProcess",
     "rollout_worker": "unirun.experiments.rollout_worker:RolloutWorkerProcess",
 }
+
+ASYNC_WORKER = "unirun.experiments.async_worker:AsyncModelWorkerProcess"
+"""The model worker of an asynchronous trial."""
 
 
 def worker_groups(config: ExperimentConfig, scheduling: ExperimentScheduling) -> dict[str, TasksGroup]:

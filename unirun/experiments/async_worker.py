@@ -1,0 +1,140 @@
+"""`AsyncModelWorkerProcess`: a model worker of an asynchronous trial, with trajectories, and weights for servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from unirun.experiments.buffer import BUFFER_RANK, Arrivals, Buffer, Intake, trajectories
+from unirun.experiments.config import DATASETS, INTERFACES
+from unirun.experiments.datasets import Dataset, DatasetUtility, load_tokenizer
+from unirun.experiments.graph import MFCDef
+from unirun.experiments.model_worker import ModelWorkerProcess, joined
+from unirun.experiments.sample import SequenceSample
+from unirun.roles import trainer_invocation
+from unirun.weights.channel import WeightsChannel
+from unirun.weights.queue import Queue
+
+POLICY = "policy"
+"""The channel of the weights that generation servers have."""
+
+
+class AsyncModelWorkerProcess(ModelWorkerProcess):
+    """It publishes the weights that are trained. The one with rank `BUFFER_RANK` takes the trajectories of rollout
+    workers into the buffer, and gives them to the others."""
+
+    _buffer: Buffer | None = None
+    _intake: Intake | None = None
+    _queue: Queue | None = None
+    _channel: WeightsChannel | None = None
+
+    def setup(self) -> None:
+        """As that of every model worker."""
+        super().setup()
+        self._manager = self._experiment.gserver_manager[0]
+
+    def _read_dataset(self) -> Dataset | None:
+        """The data of the rollout workers: an epoch is as long. Opens the buffer, too, whose errors end the trial."""
+        if self.rank != BUFFER_RANK:
+            return None
+        if self._buffer is None:
+            self._buffer = Buffer(self._recovery.buffer)
+        rollout = self._experiment.rollout_worker[0]
+        util = DatasetUtility(load_tokenizer(rollout.tokenizer_path), rollout.base_seed)
+        return joined([DATASETS.find(each.type_)(util, **each.args) for each in rollout.datasets])
+
+    @property
+    def _trained(self) -> MFCDef:
+        """The call that trains the model whose weights the servers have."""
+        role = self._manager.model_name.role
+        return next(call for call in self._resolved.graph.trained if call.role == role)
+
+    @trainer_invocation(target="ALL")
+    def take(self, attempt: int, step: int, ids: Sequence[str]) -> SequenceSample:
+        """Read these trajectories of the buffer. They stay here; what is known of them is returned."""
+        self._check(attempt)
+        assert self._buffer is not None
+        self._store.begin(step)
+        sample = self._buffer.read(ids)
+        self._store.put(sample)
+        return sample.meta()
+
+    @trainer_invocation(target="ALL", concurrency=2)
+    def accepted(self, attempt: int, number: int, seconds: float) -> Arrivals:
+        """The trajectories that have arrived from `number` on; waits for one up to so many seconds."""
+        self._check(attempt)
+        assert self._buffer is not None
+        if self._intake is not None:
+            self._intake.raise_error()
+        number, found = self._buffer.since(number, seconds)
+        counts = (self._intake.accepted, self._intake.rejected) if self._intake is not None else (0, 0)
+        return number, found, counts
+
+    @trainer_invocation(target="ALL")
+    def receive(self, attempt: int, version: int, kept: int) -> None:
+        """Take trajectories from rollout workers from now on. `version` steps were trained, and the trajectories of
+        the steps after them, `kept` ones, are in the buffer."""
+        self._check(attempt)
+        assert self._buffer is not None
+        if self._intake is None:
+            chosen = self._trained.interface_impl
+            interface = INTERFACES.find(chosen.type_)(**chosen.args)
+            self._queue = trajectories(self._manager)
+            self._queue.keep(kept)
+            self._queue.advance(version)
+            self._intake = Intake(self._buffer, self._queue, interface.accepts)
+            self._intake.start()
+
+    @trainer_invocation(target="ALL")
+    def release(self, attempt: int, ids: Sequence[str], *, dropped: bool) -> None:
+        """These trajectories are not needed any more. Those that are `dropped` were not trained on: others are made in
+        their place."""
+        self._check(attempt)
+        assert self._buffer is not None
+        count = self._buffer.release(ids)
+        if dropped and self._queue is not None:
+            self._queue.keep(-count)
+
+    @trainer_invocation(target="ALL")
+    def publish(self, attempt: int, version: int) -> None:
+        """Give the weights that were trained in `version` steps to the generation servers, and let rollout workers
+        begin more."""
+        self._check(attempt)
+        if self._experiment.generation_server:
+            if self._channel is None:
+                self._channel = WeightsChannel(POLICY)
+            # All have published it already, if a step was made again.
+            if self._channel.version is None or self._channel.version < version:
+                self._channel.publish(self._published(), version)
+        if self._queue is not None:
+            self._queue.advance(version)
+
+    @trainer_invocation(target="ALL")
+    def published(self, attempt: int) -> int | None:
+        """The version that this process has published last; None before the first."""
+        self._check(attempt)
+        return self._channel.version if self._channel is not None else None
+
+    @trainer_invocation(target="ALL")
+    def withdraw(self, attempt: int) -> None:
+        """Give no weights to the generation servers until the next version."""
+        self._check(attempt)
+        if self._channel is not None:
+            self._channel.withdraw()
+
+    def _published(self) -> dict[str, torch.Tensor]:
+        """The tensors of the model that is trained and served, of which each is published by one data-parallel rank, or
+        by all of those that have parts of it."""
+        shard = self._shards.get(self._trained.model_name)
+        if shard is None:
+            return {}
+        self._fetch(shard)
+        tensors, first = shard.model.running().tensors(), not shard.model.place.data
+        return {key: tensor for key, tensor in tensors.items() if first or _is_cut(tensor)}
+
+
+def _is_cut(tensor: torch.Tensor) -> bool:
+    """Return True if data-parallel ranks have different parts of it (FSDP2)."""
+    return isinstance(tensor, DTensor) and "data" in (tensor.device_mesh.mesh_dim_names or ())
