@@ -30,16 +30,20 @@ class Admission:
     """Permission to make one item of a queue, which `Queue.admit` returns. The next `put` uses it.
 
     As a context manager it is used by a `put` in its block. Without a `put` there it is given back at the end of the
-    block, also after an exception.
+    block, also after an exception. Without a block it is used by a `put` of the thread or task that has admitted it.
     """
 
-    def __init__(self, end: Callable[[Admission], None] | None = None) -> None:
-        """`end` is called with it when it is given back; None for a queue without a bound."""
-        self._end = end
+    def __init__(self, end: Callable[[Admission], None] | None = None, holder: object = None) -> None:
+        """`end` is called with it when it is given back; None for a queue without a bound. `holder` is the thread or
+        task that has asked for it."""
+        self._end, self.holder = end, holder
         self.in_block = False
+        # Without a block, and used by an item that may be another one's.
+        self.lent = False
 
     def reject(self) -> None:
-        """Give it back, as no item will be put for it. Does nothing when it was used or given back before."""
+        """Give it back, as no item will be put for it. Does nothing when it was used or given back before; without a
+        block, an item that was put in another thread or task is taken to be another one's."""
         if self._end is not None:
             self._end(self)
 
@@ -56,8 +60,21 @@ class Admission:
         self.in_block = False
 
 
+def holder() -> object:
+    """The task or the thread that runs this."""
+    with suppress(RuntimeError):
+        if task := asyncio.current_task():
+            return task
+    return threading.get_ident()
+
+
 class Admissions:
-    """The admissions of one producer. Thread-safe."""
+    """The admissions of one producer. Thread-safe.
+
+    Each of them ends with one event: its item is put, it is given back, or its block ends. When it is not known whose
+    item was put, the admission that it used may be another one's. So whichever order these events have, no admission is
+    left when all have come.
+    """
 
     def __init__(self, changed: Callable[[], None]) -> None:
         """`changed` is called when an admission was used or given back."""
@@ -74,36 +91,48 @@ class Admissions:
         with self._lock:
             return len(self._open), self._made
 
-    def admit(self) -> Admission:
-        """Add an admission."""
-        made = Admission(self._reject)
+    def admit(self, by: object = None) -> Admission:
+        """Add an admission, for the thread or task `by`, or else this one."""
+        made = Admission(self._reject, by or holder())
         with self._lock:
             self._open[made] = None
         return made
 
     def put(self) -> None:
-        """Count an item that was put. It uses the admission of the innermost block, else the oldest one, if there is
-        any."""
-        mine = _blocks.get()
+        """Count an item that was put. It uses the admission of the innermost block, else the oldest of this thread or
+        task, else the oldest one without a block, else the oldest one, if there is any."""
+        mine, me = _blocks.get(), holder()
         with self._lock:
-            inner = [each for each in mine if each in self._open]
-            used = inner[-1] if inner else next(iter(self._open), None)
+            used = next((each for each in reversed(mine) if each in self._open), None) or self._loose(me)
+            if used is None:
+                used = self._loose() or next(iter(self._open), None)
+                if used is not None and used.in_block:
+                    self._taken.append(used)
+                elif used is not None:
+                    used.lent = True
             if used is not None:
                 del self._open[used]
-                if not inner and used.in_block:
-                    self._taken.append(used)
             self._made += 1
         self._changed()
+
+    def _loose(self, of: object = None) -> Admission | None:
+        """The oldest admission without a block, or of these the oldest one of that thread or task."""
+        found = (each for each in self._open if not each.in_block and of in (None, each.holder))
+        return next(found, None)
 
     def _reject(self, admission: Admission) -> None:
         with self._lock:
             if admission in self._taken:
                 self._taken.remove(admission)
                 return
-            if admission not in self._open:
+            ended: Admission | None = admission
+            if admission.lent:
+                # No item was put for it, so that which has used it was another one's.
+                admission.lent, ended = False, self._loose()
+            if ended is None or ended not in self._open:
                 return
-            del self._open[admission]
-            if admission.in_block and self._taken:
+            del self._open[ended]
+            if ended.in_block and self._taken:
                 # The item may be that of this block, made in a thread that does not know it. The block of which the
                 # admission was taken has it back, and gives it back if it does not need it.
                 self._open = {self._taken.pop(0): None, **self._open}
@@ -132,9 +161,9 @@ GATE_RETRY_INTERVAL = 1.0
 """Seconds after which a gate is looked for again that could not be reached."""
 
 
-Reach = Callable[[], PeerConnection | None]
-"""Connects to the gate that is there now, if it is not connected; None if it cannot be reached. Raises `PeerLost` when
-the gate has ended for good."""
+Reach = Callable[[bool], PeerConnection | None]
+"""The connection to the gate that is there now, which is made if the argument is True; None if there is none. Raises
+`PeerLost` when the gate has ended for good."""
 
 
 class _Waiter:
@@ -142,6 +171,7 @@ class _Waiter:
 
     def __init__(self) -> None:
         self.news: Future[None] = Future()
+        self.holder = holder()
         self.admission: Admission | None = None
 
     def wake(self) -> None:
@@ -184,7 +214,7 @@ class Entrance:
         waiter = self._joined()
         try:
             while True:
-                seconds = self._seconds(deadline)
+                seconds = self._seconds(deadline, self.tell())
                 with suppress(TimeoutError):
                     waiter.news.result(seconds)
                 if found := self._looked(waiter):
@@ -198,7 +228,7 @@ class Entrance:
         waiter = self._joined()
         try:
             while True:
-                await settled(waiter.news, self._seconds(deadline))
+                await settled(waiter.news, self._seconds(deadline, await self._told(waiter)))
                 if found := self._looked(waiter):
                     return found
         except BaseException:
@@ -212,9 +242,17 @@ class Entrance:
             self._untold = True
         return waiter
 
-    def _seconds(self, deadline: float) -> float:
-        """Tell the gate what it does not know, and return the time to wait then. Raises `QueueTimeout`."""
-        reached = self.tell()
+    async def _told(self, waiter: _Waiter) -> bool:
+        """As `tell`. The first one that waits connects, in a thread, as that may take seconds."""
+        line = self._reach(False)
+        if line is not None and line is self._line:
+            return self.tell(connect=False)
+        with self._lock:
+            first = next(iter(self._waiters), None)
+        return first is waiter and await asyncio.to_thread(self.tell)
+
+    def _seconds(self, deadline: float, reached: bool) -> float:
+        """The time to wait when the gate was `reached`, or not. Raises `QueueTimeout`."""
         left = deadline - time.monotonic()
         if left <= 0:
             raise self._held_back()
@@ -278,7 +316,7 @@ class Entrance:
         return True
 
     def _connected(self) -> None:
-        before, self._line = self._line, self._reach()
+        before, self._line = self._line, self._reach(True)
         if self._line is not before:
             # Another gate, or one that may not have got the last request.
             with self._lock:
@@ -316,7 +354,7 @@ class Entrance:
             admitted = [*self._waiters][:count]
             for waiter in admitted:
                 del self._waiters[waiter]
-                waiter.admission = self._admissions.admit()
+                waiter.admission = self._admissions.admit(waiter.holder)
             # The gate counts those that nobody waits for until it is told, and has forgotten those that wait.
             self._untold |= lost or len(admitted) < count or (count > 0 and bool(self._waiters))
         for waiter in admitted:

@@ -330,8 +330,11 @@ class Hub:
             holder = self._holders.get(request.channel)
             (holder or self.publisher(request.channel)).handle(request, reply)
 
-    def line(self, role: str, rank: int, known: PeerConnection | None) -> PeerConnection | None:
-        """`known`, or a new connection when the rank has another worker now, or the connection has ended.
+    def line(
+        self, role: str, rank: int, known: PeerConnection | None, *, connect: bool = True
+    ) -> PeerConnection | None:
+        """`known`, or a new connection when the rank has another worker now, or the connection has ended; None in place
+        of a new one if this shall not `connect`.
 
         None as long as the worker cannot be reached: it has not begun to listen, or has died. Raises `PeerLost` when it
         has ended for good.
@@ -343,6 +346,8 @@ class Hub:
         who = WorkerId(role, rank, worker.incarnation)
         if known is not None and known.who == who and not known.lost:
             return known
+        if not connect:
+            return None
         if known is not None:
             known.close()
         if worker.phase == "ended":

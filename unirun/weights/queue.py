@@ -414,9 +414,11 @@ class Queue:
         with self._waiting("held_back_s"), page().awaiting(asyncio.get_running_loop()):
             return await self._entrance.admit_async(self._deadline(timeout))
 
-    def _reach_gate(self) -> PeerConnection | None:
-        self._gate = self._hub.line(self.consumer, 0, self._gate)
-        return self._gate
+    def _reach_gate(self, connect: bool) -> PeerConnection | None:
+        found = self._hub.line(self.consumer, 0, self._gate, connect=connect)
+        if connect:
+            self._gate = found
+        return found
 
     def join(self, *, timeout: float | None = None) -> None:
         """Wait until all items of this rank were used. Raises `QueueTimeout`."""

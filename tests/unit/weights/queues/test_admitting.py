@@ -126,6 +126,54 @@ def test_blocks_that_have_ended_leave_what_was_put_whichever_thread_has(actions:
     assert told.state() == (put, 0)
 
 
+@given(
+    st.lists(st.sampled_from(["puts", "puts in a block", "puts elsewhere", "rejects", "ends"]), max_size=9),
+    st.data(),
+)
+def test_no_admission_is_left_when_each_item_was_put_or_given_up_in_whichever_order(
+    fates: list[str], data: st.DataObject
+) -> None:
+    told = RecordedAdmissions()
+
+    def elsewhere() -> None:
+        # A thread that knows nothing of what it puts for.
+        thread = threading.Thread(target=told.admissions.put)
+        thread.start()
+        thread.join()
+
+    async def makes(fate: str, go: asyncio.Event) -> None:
+        admission = told.admissions.admit()
+        if fate in ("puts in a block", "ends"):
+            with admission:
+                await go.wait()
+                if fate == "puts in a block":
+                    told.admissions.put()
+            return
+        await go.wait()
+        if fate == "puts":
+            told.admissions.put()
+            # As in a `finally`.
+            admission.reject()
+        elif fate == "puts elsewhere":
+            elsewhere()
+        else:
+            admission.reject()
+
+    async def tasks(order: list[int]) -> None:
+        gates = [asyncio.Event() for _ in fates]
+        made = [asyncio.create_task(makes(*each)) for each in zip(fates, gates, strict=True)]
+        await asyncio.sleep(0)
+        assert told.state() == (len(fates), len(fates))
+        for done, number in enumerate(order, 1):
+            gates[number].set()
+            await made[number]
+            if "puts elsewhere" not in fates:
+                assert told.state()[1] == len(fates) - done, "exact, as each put is known"
+
+    asyncio.run(tasks(data.draw(st.permutations(range(len(fates))))))
+    assert told.state() == (sum(fate.startswith("puts") for fate in fates), 0)
+
+
 def test_an_item_without_an_admission_counts_too() -> None:
     told = RecordedAdmissions()
     told.admissions.put()
