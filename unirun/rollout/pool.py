@@ -35,7 +35,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-from unirun.errors import EpisodeFailed, UsageError
+from unirun.errors import EpisodeFailed, QueueTimeout, UsageError
 from unirun.rollout.completing import Completer, Completion
 from unirun.rollout.episodes import Group, Outcomes, Trajectory, Turn, oldest, trajectories
 from unirun.weights.gate import Bound
@@ -49,6 +49,9 @@ MAX_FAILED_GROUPS = 16
 
 EPISODE_TIMEOUT = 3600.0
 """Seconds that an episode may take, unless told otherwise."""
+
+ADVANCE_TIMEOUT = 600.0
+"""Seconds for which `Pool.run` waits for a new version while no group may begin, unless told otherwise."""
 
 
 class Recorder:
@@ -115,6 +118,7 @@ class Pool:
         max_head_offpolicyness: int | None = None,
         max_concurrent_rollouts: int = 64,
         episode_timeout: float = EPISODE_TIMEOUT,
+        advance_timeout: float = ADVANCE_TIMEOUT,
         should_accept: Callable[[Group], bool] = lambda group: True,
         sampling: Data | None = None,
         tokenizer: Any = None,
@@ -125,20 +129,22 @@ class Pool:
         versions; give both, or none for no bound. At most `max_concurrent_rollouts` groups are made at a time.
 
         `sampling` are the parameters of all requests, `env` makes the environment of each episode, `dump` is called
-        with each group that is accepted. Raises `UsageError`.
+        with each group that is accepted. `run` waits at most `advance_timeout` seconds for `advance`. Raises
+        `UsageError`.
         """
         if (batch is None) != (max_head_offpolicyness is None):
             raise UsageError("batch and max_head_offpolicyness belong together", "give both or none")
-        if group_size < 1 or max_concurrent_rollouts < 1 or episode_timeout <= 0 or (batch or 1) < 1:
-            raise UsageError(
-                "group_size, batch and max_concurrent_rollouts are 1 or more, and episode_timeout more than 0"
-            )
+        if group_size < 1 or max_concurrent_rollouts < 1 or (batch or 1) < 1:
+            raise UsageError("group_size, batch and max_concurrent_rollouts are 1 or more")
+        if episode_timeout <= 0 or advance_timeout <= 0:
+            raise UsageError("episode_timeout and advance_timeout are more than 0")
         self._completer, self._agent, self._size = completer, agent, group_size
         self._bound: Bound | None = None
         if batch is not None and max_head_offpolicyness is not None:
             self._bound = Bound(batch, max_head_offpolicyness, max_concurrent_rollouts)
         self._gate = _Gate(self._bound, max_concurrent_rollouts)
         self._most, self._timeout = max_concurrent_rollouts, episode_timeout
+        self._patience = advance_timeout
         self._should_accept, self._sampling = should_accept, sampling
         self._tokenizer, self._env, self._dump = tokenizer, env, dump
         self._version = 0
@@ -175,8 +181,8 @@ class Pool:
         """Finished groups of these prompts, in the order in which they finish.
 
         A prompt is taken when its group may begin. Groups in progress, and finished ones that the caller has not
-        received yet, are together at most twice `max_concurrent_rollouts`. Raises what `prompts` raises, and
-        `EpisodeFailed` for an agent that always fails.
+        received yet, are together at most twice `max_concurrent_rollouts`. Raises what `prompts` raises,
+        `EpisodeFailed` for an agent that always fails, and `QueueTimeout` when nobody calls `advance`.
         """
         gate = self._gate
         ready: asyncio.Queue[Group | None] = asyncio.Queue()
@@ -189,7 +195,7 @@ class Pool:
         feeding = asyncio.create_task(self.feed(prompts, gate.admit, deliver))
         feeding.add_done_callback(lambda _: ready.put_nowait(None))
         try:
-            while (group := await ready.get()) is not None:
+            while (group := await self._next(ready)) is not None:
                 gate.untaken -= 1
                 gate.look()
                 yield group
@@ -197,6 +203,20 @@ class Pool:
         finally:
             feeding.cancel()
             await asyncio.wait({feeding})
+
+    async def _next(self, ready: asyncio.Queue[Group | None]) -> Group | None:
+        while True:
+            try:
+                async with asyncio.timeout(self._patience):
+                    return await ready.get()
+            except TimeoutError:
+                if self._gate.is_shut:
+                    raise QueueTimeout(
+                        f"all groups that may be made with version {self._gate.version} are made, and no other version "
+                        f"has come for {self._patience:g} s",
+                        "call pool.advance(version) after each batch, and pool.reject(group) for one that is in none",
+                        queue="pool",
+                    ) from None
 
     async def evaluate(self, prompts: Iterable[Data], **sampling: Any) -> list[Group]:
         """Groups for evaluation, not for training: they do not count for the bound. `sampling` overrides that of the
@@ -374,8 +394,13 @@ class _Gate:
     def __init__(self, bound: Bound | None, most: int) -> None:
         self._bound, self._most = bound, most
         self._news = asyncio.Event()
-        self._version = 0
+        self.version = 0
         self.open, self.made, self.untaken = 0, 0, 0
+
+    @property
+    def is_shut(self) -> bool:
+        """True if nothing is being made, and nothing may be, until a version comes."""
+        return not self.open and self._room() <= 0
 
     async def admit(self) -> _Place:
         """Wait until a group may begin."""
@@ -389,11 +414,11 @@ class _Gate:
         room = min(self._most - self.open, 2 * self._most - self.open - self.untaken)
         if self._bound is None:
             return room
-        return min(room, self._bound.room(self.made + self.open, self.open, self._version))
+        return min(room, self._bound.room(self.made + self.open, self.open, self.version))
 
     def advance(self, version: int) -> None:
         """These weights are trained now."""
-        self._version = max(self._version, version)
+        self.version = max(self.version, version)
         self.look()
 
     def look(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.rollout.fake_completer import FakeCompleter
 from tests.waiting import WAIT_TIMEOUT
-from unirun.errors import EpisodeFailed, UsageError
+from unirun.errors import EpisodeFailed, QueueTimeout, UsageError
 from unirun.rollout.episodes import Group, Outcomes
 from unirun.rollout.pool import MAX_FAILED_GROUPS, Pool, Recorder
 
@@ -117,6 +117,31 @@ def test_no_more_begin_than_the_bound_allows_until_the_version_advances() -> Non
         pool.reject(first[0])
         await anext(found)
         assert len(engine.requests) == 7
+        await found.aclose()
+
+    play(story)
+
+
+def test_who_waits_for_a_group_is_told_when_nobody_advances_the_version() -> None:
+    async def story() -> None:
+        engine = FakeCompleter()
+        pool = Pool(engine, last_digit, batch=2, max_head_offpolicyness=0, advance_timeout=0.05)
+        found = pool.run(prompts(9))
+        assert len([await anext(found) for _ in range(2)]) == 2
+        with pytest.raises(QueueTimeout, match=r"with version 0 are made.*\n?.*pool.advance"):
+            await anext(found)
+        # Episodes that take longer are no reason, nor is a step that takes longer than that.
+        engine.hold()
+        pool = Pool(engine, last_digit, batch=2, max_head_offpolicyness=0, advance_timeout=0.05)
+        found = pool.run(prompts(9))
+        first = asyncio.create_task(anext(found))
+        await asyncio.sleep(0.15)
+        engine.release()
+        assert {(await first).data["id"], (await anext(found)).data["id"]} == {"p0", "p1"}
+        await asyncio.sleep(0.15)
+        engine.version = 1
+        pool.advance(1)
+        assert (await anext(found)).version == 1
         await found.aclose()
 
     play(story)
