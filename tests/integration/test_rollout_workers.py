@@ -12,23 +12,40 @@ from tests.integration.harness import Unirun
 TRIALS = Path(__file__).parent / "scripts" / "trials"
 
 
+def job(root: Path, workload: str, count: int) -> Path:
+    """The file of a job with rollout workers of this class."""
+    made = {
+        "name": "rolling",
+        "roles": {
+            "model_worker": {"count": 1, "workload": "rolling:Consumer"},
+            "rollout_worker": {"count": count, "workload": workload, "max_restarts": 3},
+        },
+        "trainer": "rolling:Taker",
+        "config": {"experiment": "rolling", "trial": "first", "root": str(root), "modules": ["rolling"]},
+    }
+    file = root / "job.json"
+    file.write_text(json.dumps(made))
+    return file
+
+
 @pytest.mark.usefixtures("warm_models")
 def test_groups_of_rollout_workers_arrive_once_and_never_too_old_though_one_worker_dies(
     unirun: Unirun, tmp_path: Path
 ) -> None:
-    job = {
-        "name": "rolling",
-        "roles": {
-            "model_worker": {"count": 1, "workload": "rolling:Consumer"},
-            "rollout_worker": {"count": 2, "workload": "rolling:Rolling", "max_restarts": 3},
-        },
-        "trainer": "rolling:Taker",
-        "config": {"experiment": "rolling", "trial": "first", "root": str(tmp_path), "modules": ["rolling"]},
-    }
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    result = unirun("--config", tmp_path / "job.json", env={"PYTHONPATH": str(TRIALS)})
+    result = unirun("--config", job(tmp_path, "rolling:Rolling", 2), env={"PYTHONPATH": str(TRIALS)})
     assert result.code == 0, result.err
     assert "32 groups, 32 ids, ages 0 to 1" in result.out, result.out
     assert "rollout_worker:0" in result.err
     lines = [*map(json.loads, (tmp_path / "trajectories" / "1.jsonl").read_text().splitlines())]
     assert lines[0]["trajectories"][0]["text"].endswith("=AB")
+
+
+@pytest.mark.usefixtures("warm_models")
+def test_an_agent_that_cannot_be_made_ends_the_job_at_once_with_the_cause(
+    unirun: Unirun, tmp_path: Path
+) -> None:
+    result = unirun("--config", job(tmp_path, "rolling:Broken", 1), env={"PYTHONPATH": str(TRIALS)})
+    assert result.code != 0
+    assert "the rollout workers cannot begin: FileNotFoundError: [Errno 2] No such file" in result.err
+    assert "with an error that a restart cannot mend" in result.err
+    assert "restart 1" not in result.err

@@ -29,7 +29,7 @@ from unirun.rollout.client import EngineClient
 from unirun.rollout.completing import Completer, EngineCompleter
 from unirun.rollout.episodes import Group, Outcomes
 from unirun.rollout.pool import Data, Pool, Recorder
-from unirun.wire.reporting import report
+from unirun.wire.reporting import report, report_error
 
 TRAJECTORIES = "trajectories"
 """The folder of a trial with what its rollout workers have made, for people."""
@@ -99,21 +99,39 @@ class RolloutWorkerProcess(BaseWorkload):
     """One of the rollout workers of a trial. It works by itself, in a thread with an event loop."""
 
     def setup(self) -> None:
-        """Read the configuration and the datasets, and begin."""
+        """Read the configuration and the datasets, and begin. Raises `UsageError` for what a restart cannot mend, which
+        ends the trial."""
         self._trial = trial_of(self.config)
         import_modules(self._trial.modules, self._trial.folder)
         self._mine, self._manager = self.settings()
-        self._tokenizer = load_tokenizer(self._mine.tokenizer_path)
-        util = DatasetUtility(self._tokenizer, self._mine.base_seed)
-        made = [DATASETS.find(each.type_)(util, **each.args) for each in self._mine.datasets]
-        self._dataset: Dataset = made[0] if len(made) == 1 else Joined(made)
-        self._agent: Any = AGENTS.find(self._mine.agent.type_)(**self._mine.agent.args)
+        try:
+            self._read()
+        except UsageError:
+            raise
+        except Exception as error:  # noqa: BLE001 - what users have written may raise anything
+            # Its log has all of it.
+            report_error(error)
+            raise UsageError(
+                f"the rollout workers cannot begin: {type(error).__name__}: {error}",
+                f"correct the agent, the environment or the datasets; unirun logs {self.name} has the traceback",
+            ) from None
         self._lines = LineLog(self._folder() / f"{self.rank}.jsonl")
         self._queue = trajectories(self._manager)
         self._task: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True)
         self._thread.start()
+
+    def _read(self) -> None:
+        """Make what the settings name. The environment is made here to see that it can be."""
+        mine = self._mine
+        self._tokenizer = load_tokenizer(mine.tokenizer_path)
+        util = DatasetUtility(self._tokenizer, mine.base_seed)
+        made = [DATASETS.find(each.type_)(util, **each.args) for each in mine.datasets]
+        self._dataset: Dataset = made[0] if len(made) == 1 else Joined(made)
+        self._agent: Any = AGENTS.find(mine.agent.type_)(**mine.agent.args)
+        data_of(self._dataset[0], self._tokenizer)
+        ENVIRONMENTS.find(mine.env.type_)(**mine.env.args)
 
     def settings(self) -> tuple[RolloutWorker, GserverManager]:
         """Those of this worker, and those of all."""

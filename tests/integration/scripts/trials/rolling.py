@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from collections.abc import Sequence
@@ -50,7 +51,15 @@ class Pairs:
         return float(len(answer.token_ids))
 
 
+class Missing:
+    """An agent whose file is not there."""
+
+    def __init__(self) -> None:
+        Path("/nowhere/prompts.txt").read_text()
+
+
 register_tokenizer("rolling-letters", Letters)
+register_agent("rolling-missing", Missing)
 register_agent("rolling-pairs", Pairs)
 
 
@@ -91,6 +100,15 @@ class Rolling(RolloutWorkerProcess):
     def completer(self) -> Memory:
         """See there."""
         return Memory(version_file(self.config), self.rank == 0 and unirun.init().incarnation == 0)
+
+
+class Broken(Rolling):
+    """One whose agent cannot be made."""
+
+    def settings(self) -> tuple[RolloutWorker, GserverManager]:
+        """See there."""
+        worker, manager = super().settings()
+        return dataclasses.replace(worker, agent=AgentAbstraction("rolling-missing")), manager
 
 
 class Consumer(unirun.BaseWorkload):
