@@ -126,11 +126,11 @@ def test_a_run_loses_no_report_and_no_attempt_when_masters_are_killed(
     assert [old == new for old, new in zip(before, after, strict=True)] == [True, False]
 
 
-def test_a_trainer_that_is_shut_down_leaves_a_job_that_has_stopped(home: Unirun, trainer: Trainer) -> None:
+def test_a_trainer_that_is_shut_down_leaves_a_job_that_has_succeeded(home: Unirun, trainer: Trainer) -> None:
     pids = trainer.execute(os.getpid)
     trainer.shutdown()
     assert all(gone(pid, 5) for pid in pids)
-    assert home.status()["phase"] == "stopped"
+    assert (home.status()["phase"], home.status()["code"]) == ("succeeded", 0)
     assert "its trainer was shut down" in home.status()["reason"]
 
 

@@ -373,7 +373,7 @@ def _inject(draft: JobDraft, event: Inject) -> None:
 
 def _stop(draft: JobDraft, event: Stop, *, together: bool = False) -> None:
     _refuse_unknown(event.signal)
-    if not 1 <= event.exit_code <= 255:
+    if not 0 <= event.exit_code <= 255:
         raise Refused(f"a job that is stopped does not end with {event.exit_code}")
     draft.record("stop", event.reason)
     again = event.hurries(draft.state.asked_to_stop)
@@ -387,7 +387,8 @@ def _stop(draft: JobDraft, event: Stop, *, together: bool = False) -> None:
             elif event.grace is not None and role.phase is RolePhase.STOPPING:
                 draft.stop(role.name, event.signal, event.grace)
         return
-    verdict = Verdict(JobPhase.STOPPED, event.exit_code, event.reason)
+    phase = JobPhase.STOPPED if event.exit_code else JobPhase.SUCCEEDED
+    verdict = Verdict(phase, event.exit_code, event.reason)
     stop_all(draft, verdict, event.signal, event.grace, together=together)
 
 

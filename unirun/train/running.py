@@ -409,6 +409,7 @@ class TrainingIterator:
             raise
         finally:
             self._error = error
+            self._workers.error = type(error).__name__ if error is not None else ""
             self._callbacks.finish(error)
 
     def _count(self, cause: Exception, world: int) -> None:

@@ -769,6 +769,8 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None and self._attempts is not None:
+            self._attempts.workers.error = kind.__name__
         self.shutdown()
 
     def __str__(self) -> str:

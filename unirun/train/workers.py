@@ -20,6 +20,7 @@ from typing import IO
 
 from unirun import atomic
 from unirun.errors import (
+    EXIT_FAILURE,
     EXIT_PLACEMENT,
     EXIT_USAGE,
     JobError,
@@ -59,6 +60,17 @@ NOTE = "unirun: "
 """The beginning of the command's own lines."""
 
 
+def shutdown_after(error: str) -> Stop:
+    """The request with which a trainer ends its job, after an `error` of this type, if any."""
+    after = f" after {error}" if error else ""
+    return Stop(
+        int(signal.SIGTERM),
+        f"its trainer was shut down{after}",
+        grace=WORKERS_GRACE_SECONDS,
+        code=EXIT_FAILURE if error else 0,
+    )
+
+
 class Workers:
     """The workers of one trainer, from `start` to `stop`."""
 
@@ -71,6 +83,9 @@ class Workers:
         self._visitor: Visitor | None = None
         self._owner = os.getpid()
         self._said: deque[str] = deque(maxlen=30)
+        self.error = ""
+        """The type of the error that has ended the last run or the program; with one, the job has not succeeded when it
+        is stopped."""
         self._readers: list[threading.Thread] = []
 
     def start(self) -> None:
@@ -256,9 +271,8 @@ class Workers:
         if process is None:
             return
         if visitor is not None:
-            end = Stop(int(signal.SIGTERM), "its trainer was shut down", grace=WORKERS_GRACE_SECONDS)
             with contextlib.suppress(JobError, TimeoutError):
-                follow_to_end(job_at(self.name), end, JOB_END_TIMEOUT)
+                follow_to_end(job_at(self.name), shutdown_after(self.error), JOB_END_TIMEOUT)
         elif process.poll() is None:
             process.terminate()
         try:

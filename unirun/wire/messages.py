@@ -388,8 +388,9 @@ class Grow(Message):
 class Stop(Message):
     """Requests the end of the job: workers get `signal`, and SIGKILL after `grace` seconds (None: the job's setting).
 
-    `code` is the exit code of the job, None for 128 + `signal`. `urgent`: the workers are killed now; None leaves that
-    to the master, for which a second request is urgent. Several commands may pass on one signal, as under srun.
+    `code` is the exit code of the job, None for 128 + `signal`; with 0 it has succeeded, as it has done all that it was
+    for. `urgent`: the workers are killed now; None leaves that to the master, for which a second request is urgent.
+    Several commands may pass on one signal, as under srun.
     """
 
     signal: int

@@ -109,7 +109,14 @@ def test_a_stop_with_a_signal_that_does_not_exist_is_refused(signum: int) -> Non
         job.on(Stop(signum, "unirun stop"))
 
 
-@pytest.mark.parametrize("code", [0, -1, 256])
+def test_a_job_that_is_stopped_with_code_0_has_succeeded() -> None:
+    """So a `Trainer` ends its job, whose workers would serve for ever."""
+    job = Job({"actor": 1}).running().on(Stop(TERM, "its trainer was shut down", code=0))
+    job.exits("actor", 0, by=TERM, asked=TERM)
+    assert (job.state.phase, job.state.code) == (JobPhase.SUCCEEDED, 0)
+
+
+@pytest.mark.parametrize("code", [-1, 256])
 def test_a_stop_with_a_code_that_is_none_of_a_stopped_job_is_refused(code: int) -> None:
     job = Job({"actor": 1}).running()
     with pytest.raises(Refused, match="does not end with"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from unirun.train.setup import Setup
-from unirun.train.workers import Workers
+from unirun.train.workers import Workers, shutdown_after
 
 
 class Faulty(io.StringIO):
@@ -63,6 +63,17 @@ class TestWhatWorkersWrite:
         monkeypatch.setattr(sys, "stdout", out)
         workers._pass_on(pipe, "stdout")
         assert (pipe.closed, out.getvalue()) == (True, "one\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [("", 0, "its trainer was shut down"), ("ValueError", 1, "its trainer was shut down after ValueError")],
+)
+def test_the_job_of_a_trainer_has_succeeded_unless_the_last_run_has_failed(
+    error: str, code: int, reason: str
+) -> None:
+    stop = shutdown_after(error)
+    assert (stop.exit_code, stop.reason) == (code, reason)
 
 
 def test_only_the_process_that_has_made_them_ends_them(
