@@ -249,9 +249,13 @@ class TestStreams:
         assert subprocess.run(["/bin/sh", "-c", shell], timeout=60, check=False).returncode == 0
 
     @pytest.mark.starts_processes
-    def test_what_an_encoding_lacks_is_drawn_in_ascii_or_escaped(self, scripts: Path) -> None:
+    @pytest.mark.parametrize("told", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C"}])
+    def test_what_an_encoding_lacks_is_drawn_in_ascii_or_escaped(
+        self, scripts: Path, told: dict[str, str]
+    ) -> None:
+        """Python writes UTF-8 in the locale ``C``, which a terminal of that locale cannot show."""
         (scripts / "tést.py").touch()
-        env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+        env = {**os.environ, **told}
         argv = ("plan", "--inventory", "fake:nodes=2,devices=2", "tést.py")
         done = unirun(*argv, capture_output=True, env=env)
         assert (done.returncode, done.stderr) == (0, b"")

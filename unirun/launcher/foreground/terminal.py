@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import locale
 import os
 import signal
 import stat
@@ -71,7 +72,13 @@ def prepare_streams() -> None:
             stream = open(number, "w" if number else "r", closefd=False)  # noqa: SIM115 - lives as long as the process
             setattr(sys, name, stream)
         if number and isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=IN_ASCII)
+            stream.reconfigure(encoding="ascii" if _is_ascii_locale() else None, errors=IN_ASCII)
+
+
+def _is_ascii_locale() -> bool:
+    """Return True if the locale is ``C``, in which Python writes UTF-8 all the same unless it is told an encoding."""
+    told = os.environ.keys() & {"PYTHONUTF8", "PYTHONIOENCODING"}
+    return not told and codecs.lookup(locale.getencoding()).name == "ascii"
 
 
 def outlast_user_signals() -> None:
