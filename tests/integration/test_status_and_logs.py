@@ -29,7 +29,7 @@ class TestStatus:
     def test_status_shows_restarts(self, unirun: Unirun, running: Running) -> None:
         os.kill(unirun.workers()["actor:0"]["pid"], signal.SIGUSR2)
         running.lines("line actor", 4)
-        row = re.compile(r"^actor:0 .* 1 .*generation 1, 1/1 restarts", re.M)
+        row = re.compile(r"^actor +running +[12] +1 +1 of 1$.*^actor:0 .* 1 ", re.M | re.S)
         # The status is written a moment after what it tells of.
         eventually(lambda: row.search(unirun("status").out), "the status tells of the restart")
         running.signal(signal.SIGTERM)
@@ -45,7 +45,7 @@ class TestStatus:
         assert failure["message"] == "ValueError: first"
         assert failure["decision"] == "default:0 ended with exit code 1; restart 1 of 2 of role default"
         text = unirun("status").out
-        assert "\nrestarts: default 1 of 2\n" in text
+        assert "\ndefault  succeeded  1      1           1 of 2\n" in text
         row = r"default:0  0 +\d+ s ago  exit code 1  restart 1 of 2 of role default  ValueError: first$"
         assert re.search(row, text), text
 

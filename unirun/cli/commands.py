@@ -294,6 +294,8 @@ def _(add: Add) -> None:
 
 @_command("ls", "jobs:list_jobs", "The jobs of this user, the newest last.")
 def _(add: Add) -> None:
+    add("--running", action=FLAG, help="only those that have not ended")
+    add("-n", "--newest", type=_whole(0), metavar="N", help="only the newest N")
     add("--store", **JOBS)
     add("--json", action=FLAG, help="one object a line, for programs")
 

@@ -79,6 +79,7 @@ def list_jobs(options: Namespace) -> int:
         except StoreError as error:
             # The jobs of this host are listed in any case.
             trouble = error
+    found = listed(found, running=options.running, newest=options.newest)
     if options.json:
         for each in found:
             # A directory without a readable state is listed for people only.
@@ -90,6 +91,12 @@ def list_jobs(options: Namespace) -> int:
     if trouble is not None:
         raise trouble
     return 0
+
+
+def listed(jobs: Sequence[KnownJob], *, running: bool = False, newest: int | None = None) -> list[KnownJob]:
+    """The jobs that are listed, of `jobs` from the oldest to the newest: all, those `running`, the `newest` ones."""
+    found = [each for each in jobs if not running or each.phase not in ENDED]
+    return found if newest is None else found[len(found) - min(newest, len(found)) :]
 
 
 def _row(job: KnownJob) -> list[str]:

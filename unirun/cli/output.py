@@ -1,41 +1,81 @@
 """The output of subcommands, printed and written: tables, durations, sizes, files.
 
-Tables are coloured on a terminal.
+Tables fit the screen, and are coloured on a terminal.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from math import isfinite, nan
 from pathlib import Path
+from textwrap import wrap
+from unicodedata import east_asian_width
 
+from unirun.collocation.graph.svg import coloured
 from unirun.errors import UsageError
-from unirun.launcher.foreground.terminal import is_screen, printable, say
+from unirun.launcher.foreground.terminal import columns, in_colour, printable, say
 from unirun.spec.read import as_duration
+
+LEAST = 20
+"""The fewest columns that a screen is taken to have."""
+
+
+def screen_width() -> int | None:
+    """The columns of the screen: $COLUMNS, or those of the terminal; None when another program reads."""
+    told = os.environ.get("COLUMNS", "")
+    if told.isdecimal() and int(told):
+        return max(int(told), LEAST)
+    return max(columns(sys.stdout.fileno()), LEAST) if sys.stdout.isatty() else None
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print `rows` under `headers`; a word that names a state is coloured on a terminal."""
+    """Print `rows` under `headers`, no wider than the screen; a word that names a state is coloured on a terminal."""
+    for line in table_lines(headers, rows, screen_width(), in_colours=in_colour(sys.stdout)):
+        # Its cells are printable.
+        sys.stdout.write(f"{line}\n")
+
+
+def table_lines(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | None, *, in_colours: bool = False
+) -> Iterator[str]:
+    """The lines of a table that is at most `width` wide (None: any width). The last columns, as far as they do not fit
+    beside the others, are below each row, with their headers."""
     rows = [[printable(cell) for cell in row] for row in rows]
-    if not is_screen(sys.stdout):
-        widths = [max(len(row[i]) for row in (headers, *rows)) for i in range(len(headers))]
-        for row in (headers, *rows):
-            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            say("  ".join(cells).rstrip())
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    sizes = [max(_size(row[i]) for row in (headers, *rows)) for i in range(len(headers))]
+    ends = accumulate(size + 2 for size in sizes)
+    beside = max(sum(width is None or end - 2 <= width for end in ends), 1)
+    for row in (headers, *rows):
+        cells = [
+            f"{cell}{' ' * (size - _size(cell))}" for cell, size in zip(row[:beside], sizes, strict=False)
+        ]
+        cells[-1] = cells[-1].rstrip()
+        coloured_cells = [coloured(cell, cell.partition(" ")[0]) for cell in cells] if in_colours else cells
+        yield "  ".join(coloured_cells).rstrip()
+        for header, cell in zip(headers[beside:], row[beside:], strict=True):
+            if row is not headers and cell:
+                yield from folded(f"    {header} {cell}", width or 0, "      ")
 
-    from unirun.collocation.graph.svg import coloured
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for header in headers:
-        table.add_column(header, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text.from_ansi(coloured(cell, cell.partition(" ")[0])) for cell in row))
-    Console().print(table)
+def tell(text: str) -> None:
+    """Print a text, folded as the screen is wide."""
+    for line in folded(printable(text), screen_width() or 0):
+        say(line)
+
+
+def folded(text: str, width: int, indent: str = "  ") -> list[str]:
+    """The lines of `text`, none wider than `width` if its words allow it (0: any width); all but the first begin with
+    `indent`."""
+    if not width or _size(text) <= width:
+        return [text]
+    return wrap(text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+
+
+def _size(text: str) -> int:
+    """The columns that `text` takes on a screen."""
+    return len(text) if text.isascii() else sum(1 + (east_asian_width(each) in "WF") for each in text)
 
 
 def duration(option: str, text: str) -> float:

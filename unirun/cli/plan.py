@@ -16,7 +16,7 @@ from msgspec import to_builtins
 from unirun.cli.commandline import items, parse
 from unirun.cli.compose import plan_job, topology_of
 from unirun.cli.options import PLAN_OPTIONS
-from unirun.cli.output import print_table, write_file
+from unirun.cli.output import print_table, screen_width, tell, write_file
 from unirun.collocation import Assignment, Inventory, Node, Placement, accelerators, slot_types
 from unirun.collocation.graph import show_ranks
 from unirun.collocation.graph.svg import bars, document, printable, text_at, text_width
@@ -25,7 +25,7 @@ from unirun.collocation.placing import TopologyOf, shown_need
 from unirun.errors import UsageError
 from unirun.launcher.environment import worker_env
 from unirun.launcher.foreground.console import COLOURS
-from unirun.launcher.foreground.terminal import columns, in_colour, say
+from unirun.launcher.foreground.terminal import in_colour, say
 from unirun.launcher.planned import PlannedJob, plan_without
 from unirun.launcher.warm.borrowing import choices, starts
 from unirun.observe.jobdir import job_at
@@ -259,7 +259,7 @@ def table(picture: Grid) -> tuple[list[list[Piece]], list[int]]:
     return lines + [[(picture.rest, "")]] * bool(picture.rest), widths
 
 
-def text(picture: Grid, *, colours: Sequence[int] = (), width: int = 110) -> str:
+def text(picture: Grid, *, colours: Sequence[int] = (), width: int = 80) -> str:
     """Lines for a terminal of `width` columns; slots that do not fit beside each other are below each other.
 
     `colours` are codes of a terminal's colours, for roles in their order; without any, the lines are plain.
@@ -370,37 +370,56 @@ def main(argv: list[str]) -> int:
         }
         print(json.dumps(whole, indent=2))
         return 0
-    say(f"job {spec.run_id}: {placement.note}")
+    tell(f"job {spec.run_id}: {placement.note}")
     for line_of_text in (*_calls(spec), *map(starts, choices(job_at(spec.run_id), spec))):
-        say(line_of_text)
+        tell(line_of_text)
+    say()
     if len(spec.roles) > 1 or len(inventory.nodes) > 1:
         colours = COLOURS if in_colour(sys.stdout) else ()
-        width = columns(sys.stdout.fileno()) if sys.stdout.isatty() else 110
         picture = grid(placement, inventory, types)
-        sys.stdout.write(f"\n{text(picture, colours=colours, width=width)}\n")
+        sys.stdout.write(f"{text(picture, colours=colours, width=screen_width() or 80)}\n")
     if lost:
         say(f"{_ranks(len(moved))} of {len(before.placement.assignments)} would move{':' if moved else ''}")
         if moved:
             places = [[each["worker"], each["before"], each["after"] or "nowhere"] for each in moved]
             print_table(["WORKER", "FROM", "TO"], places)
         say()
-    names = ("role", "rank", "node")
+    envs = {f"{row['role']}:{row['rank']}": _told_env(row["env"]) for row in rows}
+    common = {
+        role.name: _in_common([envs[f"{role.name}:{rank}"] for rank in range(role.count)])
+        for role in spec.roles
+    }
+    print_table(*_roles(spec, common))
+    say()
+    places = [
+        [
+            worker,
+            row["node"],
+            "-" if row["slot"] < 0 else str(row["slot"]),
+            " ".join(each for each in env if each not in common[row["role"]]),
+        ]
+        for row, (worker, env) in zip(rows, envs.items(), strict=True)
+    ]
+    print_table(["WORKER", "NODE", "SLOT", "ENV"], places)
+    return 0
+
+
+def _roles(spec: JobSpec, env: Mapping[str, Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """What all ranks of a role have in common, as a table."""
     needs = {role.name: shown_need(role) for role in spec.roles}
     needy = any(needs.values())
     table = [
         [
-            *(str(row[name]) for name in names),
-            "-" if row["slot"] < 0 else str(row["slot"]),
-            *([needs[row["role"]] or "-"] if needy else []),
-            f"{row['restart']}×{row['max_restarts']}",
-            _short_env(row["env"]),
-            row["command"],
+            role.name,
+            str(role.count),
+            f"{role.restart}×{role.max_restarts}",
+            *([needs[role.name] or "-"] if needy else []),
+            " ".join(env[role.name]),
+            command_of(role),
         ]
-        for row in rows
+        for role in spec.roles
     ]
-    needed = ["NEEDS"] if needy else []
-    print_table(["ROLE", "RANK", "NODE", "SLOT", *needed, "RESTART", "ENV", "COMMAND"], table)
-    return 0
+    return ["ROLE", "RANKS", "RESTART", *["NEEDS"] * needy, "ENV", "COMMAND"], table
 
 
 def _without(planned: PlannedJob, lost: Sequence[str], topology: TopologyOf) -> PlannedJob:
@@ -491,14 +510,16 @@ def command_of(role: RoleSpec) -> str:
     return " ".join([*words, entry.target, *entry.args])
 
 
-def _short_env(env: dict[str, str]) -> str:
-    """The variables that tell workers apart; --json has all of them."""
-    names = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "CUDA_VISIBLE_DEVICES",
-        "UNIRUN_DEVICE_SHARE",
-        "OMP_NUM_THREADS",
-    )
-    return " ".join(f"{name}={env[name]}" for name in names if name in env)
+def _told_env(env: dict[str, str]) -> list[str]:
+    """The variables that tell workers and roles apart; --json has all of them."""
+    names = ("LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "UNIRUN_DEVICE_SHARE", "OMP_NUM_THREADS")
+    return [f"{name}={env[name]}" for name in names if name in env]
+
+
+def _in_common(ranks: Sequence[Sequence[str]]) -> list[str]:
+    """The variables that all `ranks` have, but for the local rank, which differs as soon as there are two of them."""
+    return [
+        each
+        for each in (ranks[0] if ranks else ())
+        if all(each in other for other in ranks) and not each.startswith("LOCAL_RANK=")
+    ]

@@ -8,7 +8,7 @@ from collections import defaultdict
 from operator import itemgetter
 from typing import Any
 
-from unirun.cli.output import age, megabytes, print_table
+from unirun.cli.output import age, megabytes, print_table, tell
 from unirun.cli.stored import StoredJob, find_status
 from unirun.collocation.graph import show_ranks
 from unirun.errors import UnirunError
@@ -17,6 +17,9 @@ from unirun.observe.batchjob import batch_state, read_batch
 from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerStatus
 from unirun.spec.read import show_size
 from unirun.wire.reports import FROM, VERSION
+
+MANY = 1_000_000
+"""Restarts from which on there is no limit in practice, as for the workers of a `Trainer`, which counts them itself."""
 
 
 def show_status(options: Any) -> int:
@@ -64,35 +67,34 @@ def _print(status: JobStatus, master: str, batch: str, logs: str) -> None:
     now = time.time()
     end = status.ended if status.ended is not None else now
     code = "" if status.code is None else f", exit code {status.code}"
-    say(f"job {status.run_id}: {status.phase}{code}, {age(end - status.started)}")
+    tell(f"job {status.run_id}: {status.phase}{code}, {age(end - status.started)}")
     if status.reason:
-        say(f"reason: {status.reason}")
+        tell(f"reason: {status.reason}")
     if status.trouble:
-        say(f"store: {' '.join(status.trouble.split())}")
+        tell(f"store: {' '.join(status.trouble.split())}")
     if batch:
-        say(f"Slurm: {batch}")
+        tell(f"Slurm: {batch}")
     if master:
-        say(f"master: {master}")
-    budgets = [f"{r.name} {r.restarts} of {r.max_restarts}" for r in status.roles if r.max_restarts]
+        tell(f"master: {master}")
     if status.max_job_restarts:
-        budgets.append(f"the job {status.restarts} of {status.max_job_restarts}")
-    if budgets:
-        say(f"restarts: {', '.join(budgets)}")
+        tell(f"restarts of the job: {status.restarts} of {status.max_job_restarts}")
     if status.committed >= 0:
-        say(f"committed: step {status.committed} by all roles that commit together")
+        tell(f"committed: step {status.committed} by all roles that commit together")
     nodes = ((status.spares, "held back"), (status.tainted, "tainted"), (status.lost, "lost"))
     if told := [f"{', '.join(names)} {what}" for names, what in nodes if names]:
-        say(f"nodes: {'; '.join(told)}")
+        tell(f"nodes: {'; '.join(told)}")
     for text in status.sick:
-        say(f"sick: {text}")
+        tell(f"sick: {text}")
     for text in status.waiting:
-        say(f"waiting: {text}")
+        tell(f"waiting: {text}")
     for text in status.stragglers:
-        say(f"slow: {text}")
+        tell(f"slow: {text}")
     say(f"logs: {logs}")
     say()
+    print_table(["ROLE", "STATE", "RANKS", "GENERATION", "RESTARTS"], [*map(_role, status.roles)])
+    say()
     workers = [(role, worker) for role in status.roles for worker in role.workers]
-    headers = ["WORKER", "STATE", "NODE", "PID", "INCARNATION", "MEMORY", "CPU", "ROLE"]
+    headers = ["WORKER", "STATE", "NODE", "PID", "INCARNATION", "MEMORY", "CPU"]
     rows = [_row(role, worker, now) for role, worker in workers]
     if any(worker.address for _, worker in workers):
         headers.append("ADDRESS")
@@ -118,8 +120,12 @@ def _print(status: JobStatus, master: str, batch: str, logs: str) -> None:
         print_table(headers, [_failure(failure, now) for failure in status.failures])
 
 
+def _role(role: RoleStatus) -> list[str]:
+    most = str(role.max_restarts) if role.max_restarts < MANY else "any number"
+    return [role.name, role.phase, str(len(role.workers)), str(role.generation), f"{role.restarts} of {most}"]
+
+
 def _row(role: RoleStatus, worker: WorkerStatus, now: float) -> list[str]:
-    restarts = f"generation {role.generation}, {role.restarts}/{role.max_restarts} restarts"
     return [
         f"{role.name}:{worker.rank}",
         worker.exit or _state(worker, now),
@@ -128,7 +134,6 @@ def _row(role: RoleStatus, worker: WorkerStatus, now: float) -> list[str]:
         str(worker.incarnation),
         megabytes(worker.memory),
         "" if worker.cpu is None else f"{worker.cpu:.1f} s",
-        f"{role.phase} ({restarts})",
     ]
 
 

@@ -187,6 +187,6 @@ def test_commands_on_each_host_may_detach_and_the_job_is_stopped_on_the_head(
         assert member.wait(START_TIMEOUT) == 0
     status = partial(hosts[0].run, [UNIRUN, "status", "both"], within=START_TIMEOUT)
     wait_until(
-        lambda: status().stdout.count("running (generation 0") == 2, "two ranks that run", START_TIMEOUT
+        lambda: status().stdout.count("  running  ") == 3, "a role of two ranks that run", START_TIMEOUT
     )
     assert "job both stopped" in hosts[0].run([UNIRUN, "stop", "both"], within=START_TIMEOUT).stdout

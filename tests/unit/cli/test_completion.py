@@ -121,7 +121,7 @@ def test_bash_completes_subcommands_of_subcommands_and_what_follows_a_script(tmp
     assert complete("unirun", "experiment", "start", "--recover-") == {
         f"--recover-{end}" for end in ("mode", "retries", "after")
     }
-    assert complete("unirun", "ls", "--") == {"--help", "--store", "--json"}
+    assert complete("unirun", "ls", "--") == {"--help", "--running", "--newest", "--store", "--json"}
     for words in (("trai",), ("-q", "trai"), ("plan", "tr"), ("train.py", ""), ("--config", "tr")):
         assert complete("unirun", *words, cwd=tmp_path / "cwd") == {"train.py"}
 

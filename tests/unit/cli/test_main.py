@@ -14,7 +14,14 @@ from msgspec import structs
 from tests.unit.cli.in_process import run_cli
 from unirun.cli.commands import SUBCOMMANDS
 from unirun.observe.jobdir import JobDir
-from unirun.observe.status import JobStatus, RoleStatus, WorkerStatus, read_status, write_status
+from unirun.observe.status import (
+    FailureStatus,
+    JobStatus,
+    RoleStatus,
+    WorkerStatus,
+    read_status,
+    write_status,
+)
 from unirun.rendezvous.creation import create_job
 from unirun.values import WorkerId
 from unirun.wire.handshake import new_token
@@ -185,6 +192,21 @@ class TestLs:
             ["b-1", "succeeded", "0", "actor=1"],
         ]
 
+    def test_ls_lists_the_newest_and_those_that_run(self, capsys: pytest.CaptureFixture[str]) -> None:
+        for name in ("a-1", "b-1", "c-1"):
+            ended(name)
+        _, lock = create_job("runs", new_token())
+        for argv, names in (
+            (("-n", "2"), ["c-1", "runs"]),
+            (("-n", "0"), []),
+            (("-n", "9"), ["a-1", "b-1", "c-1", "runs"]),
+            (("--running",), ["runs"]),
+            (("--running", "--newest", "1"), ["runs"]),
+        ):
+            assert run_cli("ls", *argv) == 0
+            assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == names
+        os.close(lock)
+
     def test_ls_lists_a_directory_without_a_state_as_lost(self, capsys: pytest.CaptureFixture[str]) -> None:
         _, lock = create_job("odd", new_token())
         assert run_cli("ls") == 0
@@ -246,18 +268,55 @@ class TestAPlan:
     def test_a_plan_is_a_table(self, capsys: pytest.CaptureFixture[str], home: Path) -> None:
         assert run_cli("plan", "--roles", "actor=2,rollout=1", "--rdzv-id", "x", "train.py", "--lr", "1") == 0
         lines = capsys.readouterr().out.rpartition("\n\n")[2].splitlines()
-        assert lines[0].split()[:6] == ["ROLE", "RANK", "NODE", "SLOT", "RESTART", "ENV"]
-        assert [line.split()[:2] for line in lines[1:]] == [["actor", "0"], ["actor", "1"], ["rollout", "0"]]
-        assert "role×0   RANK=0 " in lines[1]
-        assert lines[1].endswith("  python train.py --lr 1")
+        assert lines[0].split() == ["WORKER", "NODE", "SLOT", "ENV"]
+        assert [line.split()[0] for line in lines[1:]] == ["actor:0", "actor:1", "rollout:0"]
+        assert lines[2].endswith("  LOCAL_RANK=1")
         assert not home.exists(), "a plan makes nothing"
+
+    def test_a_plan_has_a_row_for_each_role(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """With all that its ranks have in common: a row of a rank is short."""
+        argv = ("--roles", "actor=2,rollout=1", "--inventory", "fake:devices=4", "train.py", "--lr", "1")
+        assert run_cli("plan", *argv) == 0
+        rows = capsys.readouterr().out.split("\n\n")[-2].splitlines()
+        assert rows[0].split() == ["ROLE", "RANKS", "RESTART", "ENV", "COMMAND"]
+        assert rows[1].startswith("actor    2      role×0   CUDA_VISIBLE_DEVICES=0,1 ")
+        assert rows[2].startswith("rollout  1      role×0   CUDA_VISIBLE_DEVICES=2 ")
+        assert all(row.endswith("  python train.py --lr 1") for row in rows[1:])
 
     def test_a_plan_has_a_short_header_however_long_the_command_is(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert run_cli("plan", "train.py", *("--some-option",) * 50) == 0
-        header, row = capsys.readouterr().out.splitlines()[-2:]
+        header, row = capsys.readouterr().out.splitlines()[-5:-3]
         assert len(header) < 100 < 700 < len(row)
+
+    def test_a_plan_and_a_status_fit_a_terminal_of_80_columns(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "80")
+        shape = ("--roles", "actor=16,rollout=8", "--inventory", "fake:nodes=3,devices=8")
+        assert run_cli("plan", *shape, "--lost", "node0", "train.py") == 3
+        assert run_cli("plan", *shape, "train.py", *("--some-option",) * 50) == 0
+        job = ended("train-1")
+        status = read_status(job)
+        worker = structs.replace(status.roles[0].workers[0], metrics={f"loss{n}": n / 3 for n in range(20)})
+        failure = FailureStatus(
+            "actor",
+            0,
+            1,
+            "n0",
+            1.0,
+            "exit code 1",
+            cause="words " * 40,
+            decision="exit code 1; " + "restart " * 20,
+        )
+        role = structs.replace(status.roles[0], workers=(worker,))
+        more = structs.replace(status, reason="why " * 60, roles=(role,), failures=(failure,) * 3, failed=3)
+        write_status(job, more)
+        assert run_cli("status") == 0
+        lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("logs: ")]
+        assert any(line.startswith("    LIKELY CAUSE words ") for line in lines)
+        assert [line for line in lines if len(line) > 80] == []
 
     def test_a_plan_is_available_as_json(self, capsys: pytest.CaptureFixture[str]) -> None:
         argv = ["--roles", "actor=2", "--env", "A=1", "--master-port", "29500", "train.py"]
@@ -279,7 +338,7 @@ class TestAPlan:
         output = capsys.readouterr().out
         assert "collocated, on the same devices: actor, rollout\n" in output
         assert "calls: transport socket, at most 1800 s each\n" in output
-        assert "process×3  RANK=0 " in output
+        assert "\nactor    1      process×3  " in output
         assert "  workload ppo:Actor\n" in output
         assert "  trainer ppo:PPOTrainer\n" in output
         assert run_cli("plan", "--json", *argv) == 0

@@ -71,8 +71,11 @@ class TestStatus:
         lines = text.splitlines()
         assert lines[0].startswith("job mine: running, ")
         assert lines[1] == "master: far, pid 7, term 1"
-        assert lines[2] == "restarts: actor 1 of 3"
-        assert lines[3] == "logs: far:/logs"
+        assert lines[2] == "logs: far:/logs"
+        assert lines[4:6] == [
+            "ROLE     STATE    RANKS  GENERATION  RESTARTS",
+            "actor    running  2      1           1 of 3",
+        ]
         assert [line.split()[:5] for line in lines if line.startswith(("actor:", "rollout:"))][:3] == [
             ["actor:0", "running", "n0", "101", "1"],
             ["actor:1", "running", "n0", "102", "1"],
