@@ -18,6 +18,8 @@ from unirun.cli.options import OPTIONS
 
 _LIST = r'env UNIRUN_STORE= unirun ls | tail -n +2 | tr " " "\t" | cut -f1'
 _JOBS = f"{_LIST} | grep -x '[A-Za-z0-9._-]*'"
+_WHO = r"""awk -F '[: ]' '/^[A-Za-z0-9._-]+:[0-9]+ /{print $1; print $1":"$2}' | sort -u"""
+"""Picks the roles and workers out of what ``unirun status`` prints."""
 
 _OF_JOBS = {
     "bash": "_unirun_jobs",
@@ -26,8 +28,11 @@ _OF_JOBS = {
     "tcsh": f"`{_LIST}`",
 }
 
+_OF_WORKERS = {"bash": "_unirun_workers", "zsh": "_unirun_workers", "fish": "(_unirun_workers)"}
+
 _KINDS = {
     **dict.fromkeys(("job", "JOB"), _OF_JOBS),
+    **dict.fromkeys(("who", "WHO"), _OF_WORKERS),
     **dict.fromkeys(("FILE", "JOBFILE", "SCRIPT"), shtab.FILE),
     "DIR": shtab.DIRECTORY,
 }
@@ -37,11 +42,43 @@ _BASH = f"""_unirun_jobs() {{
   local job
   {_JOBS} | while IFS= read -r job; do [[ $job == "$1"* ]] && echo "$job"; done
 }}
+_unirun_workers() {{
+  local job= word
+  for word in "${{COMP_WORDS[@]:2:COMP_CWORD-2}}"; do
+    [[ -z $job && $word != -* && $word =~ [^0-9] ]] && job=$word
+  done
+  env UNIRUN_STORE= unirun status ${{job:+"$job"}} 2>/dev/null | {_WHO} | while IFS= read -r word; do
+    [[ $word == "$1"* ]] && echo "$word"
+  done
+}}
+# Bash takes a colon for the end of a word; here it is in names of workers, as in actor:0.
+_unirun() {{
+  local words=() word at=0 index before current
+  for index in "${{!COMP_WORDS[@]}}"; do
+    word=${{COMP_WORDS[index]}}
+    if (( ${{#words[@]}} > 1 )) && [[ $word == : || $before == *: ]]; then
+      words[${{#words[@]}}-1]+=$word
+    else
+      words+=("$word")
+    fi
+    before=${{words[${{#words[@]}}-1]}}
+    (( index == COMP_CWORD )) && at=$(( ${{#words[@]}} - 1 ))
+  done
+  local COMP_WORDS=("${{words[@]}}") COMP_CWORD=$at
+  _shtab_unirun "$@"
+  current=${{words[at]}}
+  if [[ $current == *:* && $COMP_WORDBREAKS == *:* ]]; then
+    COMPREPLY=("${{COMPREPLY[@]#"${{current%"${{current##*:}}"}}"}}")
+  fi
+}}
 # The first word is a command or a script; only arguments follow a script.
 _shtab_unirun_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_unirun_pos_0_nargs=1"""
 
 _ZSH = f"""_unirun_jobs() {{ compadd "$@" -- ${{(f)"$({_JOBS})"}} }}
+_unirun_workers() {{
+  compadd "$@" -- ${{(f)"$(env UNIRUN_STORE= unirun status ${{line[1]:#-*}} 2>/dev/null | {_WHO})"}}
+}}
 # The first word is a command or a script; files follow a script.
 functions[_unirun_commands]=$functions[_shtab_unirun]
 _shtab_unirun() {{
@@ -52,10 +89,20 @@ _shtab_unirun() {{
 # Of shtab's two ways to load it, neither is `source`.
 [[ $zsh_eval_context[-1] == file ]] && {{ compdef _shtab_unirun unirun; return }}"""
 
-_PREAMBLES = {"bash": _BASH, "zsh": _ZSH, "fish": f"function _unirun_jobs; {_JOBS}; end"}
+_FISH = f"""function _unirun_jobs; {_JOBS}; end
+function _unirun_workers
+  set -l words (commandline -opc | string match -v -- '-*' | string match -rv '^[0-9]+$')
+  env UNIRUN_STORE= unirun status $words[3] 2>/dev/null | {_WHO}
+end"""
 
-_FILES_IN_FISH = 'complete -c unirun -n "_shtab_unirun_using; and test \\$_shtab_unirun_npos -eq 0" -F'
-"""The first word may be a script."""
+_PREAMBLES = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+
+_AFTER = {
+    "bash": "complete -o bashdefault -F _unirun unirun\n",
+    # The first word may be a script.
+    "fish": 'complete -c unirun -n "_shtab_unirun_using; and test \\$_shtab_unirun_npos -eq 0" -F\n',
+}
+"""What follows the completions of shtab."""
 
 
 def main(options: Any) -> int:
@@ -79,7 +126,7 @@ def script(shell: str) -> str:
         _add_script(parser)
     _hint(parser)
     text: str = shtab.complete(parser, shell, preamble=_PREAMBLES.get(shell, ""))
-    return f"{text}\n{_FILES_IN_FISH}\n" if shell == "fish" else f"{text}\n"
+    return f"{text}\n{_AFTER.get(shell, '')}"
 
 
 def _add_script(parser: argparse.ArgumentParser) -> None:
@@ -93,3 +140,6 @@ def _hint(parser: argparse.ArgumentParser) -> None:
                 _hint(inner)
         elif kind := _KINDS.get(str(action.metavar or action.dest)):
             action.complete = kind  # type: ignore[attr-defined]
+            if action.nargs == "?" and not action.option_strings:
+                # In bash, one that may be left out would hide those behind it.
+                action.nargs = None

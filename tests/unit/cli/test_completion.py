@@ -23,7 +23,7 @@ from unirun.wire.handshake import new_token
 def complete(*words: str, path: str = os.environ["PATH"], cwd: Path | None = None) -> set[str]:
     """The words that bash offers for the last of `words`."""
     quoted = " ".join(map(shlex.quote, words))
-    ask = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _shtab_unirun; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    ask = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _unirun; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     return set(output_of("bash", f"{script('bash')}\n{ask}", path=path, cwd=cwd).splitlines()) - {""}
 
 
@@ -55,10 +55,14 @@ HOSTILE = (
 
 
 def jobs_at(folder: Path) -> str:
-    """A PATH with a command that lists two jobs, and more with hostile names."""
+    """A PATH with a command that lists two jobs, and more with hostile names, and shows the status of one."""
     folder.mkdir()
     lines = "\n".join(("JOB  STATE", "run-1  running", "run_2.x  failed", *HOSTILE))
-    (folder / "unirun").write_text(f"#!/bin/sh\ncat <<'END'\n{lines}\nEND\n")
+    shown = "\n".join(f"{who}  running" for who in ("actor:0", "actor:1", "actor:10", *HOSTILE))
+    (folder / "unirun").write_text(
+        f"#!/bin/sh\ncase $1 in\nls) cat <<'END'\n{lines}\nEND\n;;\n"
+        f"status) [ \"$2\" = run-1 ] && cat <<'END'\njob run-1: running\nmaster: term 1\n\n{shown}\nEND\n;;\nesac\n"
+    )
     (folder / "unirun").chmod(0o755)
     return f"{folder}:{os.environ['PATH']}"
 
@@ -127,6 +131,20 @@ def test_bash_completes_subcommands_of_subcommands_and_what_follows_a_script(tmp
 
 
 @pytest.mark.starts_processes
+def test_bash_completes_workers_also_behind_a_colon(tmp_path: Path) -> None:
+    path = jobs_at(tmp_path / "bin")
+    every = {"actor", "actor:0", "actor:1", "actor:10"}
+    for words in (("logs", "run-1"), ("logs", "-n", "5", "run-1"), ("events", "run-1", "--story")):
+        assert complete("unirun", *words, "", path=path) == every
+    assert complete("unirun", "stacks", "run-1", "act", path=path) == every
+    assert complete("unirun", "stacks", "run-1", "critic", path=path) == set()
+    # So bash has the words, and so it replaces the part behind the colon.
+    assert complete("unirun", "logs", "run-1", "actor", ":", path=path) == {"0", "1", "10"}
+    assert complete("unirun", "logs", "run-1", "actor", ":", "1", path=path) == {"1", "10"}
+    assert complete("unirun", "logs", "run_2.x", "", path=path) == set()
+
+
+@pytest.mark.starts_processes
 @pytest.mark.parametrize(
     ("line", "found"),
     [
@@ -137,6 +155,9 @@ def test_bash_completes_subcommands_of_subcommands_and_what_follows_a_script(tmp
         ("unirun agent ", {"join", "drain"}),
         ("unirun plan --los", {"--lost"}),
         ("unirun status ", {"run-1", "run_2.x"}),
+        ("unirun logs run-1 ", {"actor", "actor:0", "actor:1", "actor:10"}),
+        ("unirun logs run-1 actor:1", {"actor:1", "actor:10"}),
+        ("unirun events run-1 --story act", {"actor", "actor:0", "actor:1", "actor:10"}),
     ],
 )
 def test_fish_completes_options_subcommands_jobs_and_scripts(
@@ -154,6 +175,9 @@ def test_zsh_and_tcsh_take_the_completions(tmp_path: Path) -> None:
         (tmp_path / shell).write_text(script(shell))
     ask = "autoload -Uz compinit; compinit -u -D; source ./zsh && print $_comps[unirun]"
     assert output_of("zsh", ask, cwd=tmp_path) == "_shtab_unirun\n"
+    workers = "compadd() { print -l -- ${@:#--} }; line=(run-1); _unirun_workers"
+    said = output_of("zsh", f"{ask}; {workers}", path=jobs_at(tmp_path / "bin"), cwd=tmp_path)
+    assert said.split()[1:] == ["actor", "actor:0", "actor:1", "actor:10"]
     assert "(plan graph weights" in output_of("tcsh", "source ./tcsh; complete unirun", cwd=tmp_path)
 
 
