@@ -216,6 +216,14 @@ def parsed(args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
                 main(args)
 
 
+def test_each_pattern_of_ray_is_a_short_program() -> None:
+    programs = [block for block in blocks("docs/from-ray.md") if block.language in FILES]
+    assert len(programs) >= 10
+    for program in programs:
+        lines = [line for line in program.text.splitlines() if line.strip()]
+        assert len(lines) <= 25, f"{program}: {len(lines)} lines that are not blank"
+
+
 def test_document_output_of_unirun_is_compared_without_figures_and_that_of_workers_literally() -> None:
     shown = "rollout:1  serving  …  10558  0  …  running (generation 0)"
     real = "rollout:1  serving  vm    77  0            184 MB  0.6 s  running (generation 1)"
