@@ -102,11 +102,12 @@ check: $(VENV)/.dev
 	$(BIN)/mypy tests
 	for example in $$(dirname examples/*/*.py | sort -u); do $(BIN)/mypy $$example || exit 1; done
 
-# The API reference from the docstrings, and the tables of phases. Tests fail when they are out of date.
+# The API reference from the docstrings, the tables of phases, and pictures. Tests fail when they are out of date.
 docs: $(VENV)/.dev
 	$(BIN)/python docs/reference.py docs/api
 	$(BIN)/python docs/phases.py docs/phases.md
 	$(BIN)/python docs/failover.py docs/failover.md
+	$(BIN)/python docs/pictures.py docs/pictures
 
 # On a bare machine with a GPU: all tests that need one, the contract of devices, NCCL and the figures of the weights
 # channel, in eight minutes. It needs no network, and installs only into a temporary environment. PYTHON=… must have torch

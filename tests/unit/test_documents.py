@@ -139,6 +139,25 @@ def texts_of(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir()}
 
 
+@pytest.mark.starts_processes
+def test_the_pictures_are_those_that_the_commands_draw(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(ROOT / "docs/pictures.py"), str(tmp_path)], check=True, timeout=60)
+    drawn = texts_of(tmp_path)
+    assert {*drawn} == {"plan.svg", "ppo.svg", "processes.svg", "starts.svg", "status.svg"}
+    for name, picture in drawn.items():
+        assert picture == (ROOT / "docs/pictures" / name).read_text(), f"{name}: make docs draws it"
+
+
+def test_the_bars_of_the_start_times_have_the_figures_of_the_readme() -> None:
+    picture = (ROOT / "docs/pictures/starts.svg").read_text()
+    assert re.findall(r"1/\d+", picture) == re.findall(r"1/\d+", text_of("README.md"))[:2]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_picture_has_a_text_in_its_place(page: str) -> None:
+    assert all(words.strip() for words in re.findall(r"!\[([^\]]*)\]\(", text_of(page)))
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     text = "".join(texts_of(ROOT / "docs/api").values())
     headings = set(re.findall(r"^### `(\w+)`$", text, re.MULTILINE))
