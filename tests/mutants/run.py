@@ -71,6 +71,10 @@ def prepare(room: str, fresh: bool) -> None:
         config.write(file)
     os.chdir(place)
     shutil.rmtree("mutants" if fresh else "mutants/tests", ignore_errors=True)
+    # Tests compare tables of the documents with the code.
+    Path("mutants").mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        Path("mutants/docs").symlink_to(ROOT / "docs")
     # Processes that tests start find the mutated package too.
     os.environ["PYTHONPATH"] = str(place / "mutants")
     # A mutant that needs more histories than these to be noticed is not looked for well.
