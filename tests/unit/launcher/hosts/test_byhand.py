@@ -1,42 +1,92 @@
-"""Commands on each host: the head and a node in one process, over loopback, up to the start of the agents."""
+"""Commands on each host, up to the start of the agents, over loopback.
+
+A command forks its agent, which only a process with one thread may do: commands are processes of their own here.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-import psutil
 import pytest
 from msgspec.structs import replace
 
 from tests.unit.wire.endpoints import Endpoint
 from tests.waiting import WAIT_TIMEOUT
-from unirun.collocation import Inventory
-from unirun.errors import RendezvousError, WireError
 from unirun.launcher.hosts import ssh
-from unirun.launcher.hosts.byhand import run_head, run_member
-from unirun.launcher.hosts.node import take_part
-from unirun.launcher.planned import PlannedJob
 from unirun.observe.jobdir import job_at
 from unirun.rendezvous.creation import create_job
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Stream, StreamServer
 from unirun.wire.blocking import BlockingStream
+from unirun.wire.frames import encode
 from unirun.wire.handshake import new_token
 from unirun.wire.messages import AgentTask, Dismissed, Invite, Offer, Ready
 
 SPEC = JobSpec(
     "mine", "mine", (RoleSpec("actor", 1, Entry("program", "sleep"), contract="none"),), ("actor",)
 )
+
+COMMAND = f"""
+import json, os, socket, sys
+from contextlib import contextmanager
+from unirun.errors import RendezvousError, UnirunError
+from unirun.launcher.hosts.byhand import run_head, run_member
+from unirun.launcher.hosts.node import take_part
+from unirun.launcher.process import children
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.frames import decode
+invite, timeout = decode(json.loads(sys.argv[1])), {WAIT_TIMEOUT}
+
+@contextmanager
+def withdrawn(address):
+    print(address.port, flush=True)
+    yield
+    raise RendezvousError("the note where the head is cannot be removed")
+
+def never(inventory):
+    raise AssertionError
+
+try:
+    CALL
+except UnirunError as error:
+    print(error)
+assert children() == [], "its agent is left"
+"""
+
+LEAD = "run_head(invite, (2, 2), never, timeout=timeout, store=None, quiet=True, publish=withdrawn)"
+JOIN = "run_member(invite, timeout=timeout, quiet=True)"
+TAKE_PART = "take_part(invite, BlockingStream(socket.socket(fileno={})))"
+
+
+@contextmanager
+def command(invite: Invite, call: str, *pass_fds: int) -> Iterator[subprocess.Popen[str]]:
+    """A process that makes the `call` with the `invite`, and prints the error that ends it."""
+    code = COMMAND.replace("CALL", call.format(*pass_fds))
+    arguments = [sys.executable, "-c", code, json.dumps(encode(invite))]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, pass_fds=pass_fds, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    """The error that has ended a command."""
+    out, _ = process.communicate(timeout=WAIT_TIMEOUT)
+    assert process.returncode == 0
+    return out
 
 
 @pytest.fixture(autouse=True)
@@ -47,33 +97,16 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.starts_processes
-def test_nodes_that_have_come_are_told_why_the_head_gives_up(home: Path) -> None:
-    told: SimpleQueue[TcpAddress] = SimpleQueue()
-
-    @contextmanager
-    def withdrawn(address: TcpAddress) -> Iterator[None]:
-        told.put(address)
-        yield
-        raise RendezvousError("the note where the head is cannot be removed")
-
-    def never(_: Inventory) -> PlannedJob:
-        raise AssertionError
-
-    place = TcpAddress("127.0.0.1", 0, "")
-    head = Invite(new_token().hex(), "n0", spec=SPEC, head=place, leads=True)
-    lead = partial(
-        run_head, head, (2, 2), never, timeout=WAIT_TIMEOUT, store=None, quiet=True, publish=withdrawn
-    )
-    with ThreadPoolExecutor() as pool:
-        leading = pool.submit(lead)
-        endpoint = told.get(timeout=WAIT_TIMEOUT)
-        node = Invite(head.token, "n1", head=endpoint)
-        with pytest.raises(RendezvousError, match="the job was not started: the note where the head is"):
-            run_member(node, timeout=WAIT_TIMEOUT, quiet=True)
-        with pytest.raises(RendezvousError, match="cannot be removed"):
-            leading.result(WAIT_TIMEOUT)
+def test_nodes_that_have_come_are_told_why_the_head_gives_up() -> None:
+    head = Invite(new_token().hex(), "n0", spec=SPEC, head=TcpAddress("127.0.0.1", 0, ""), leads=True)
+    with command(head, LEAD) as leading:
+        assert leading.stdout is not None
+        port = int(leading.stdout.readline())
+        with command(Invite(head.token, "n1", head=TcpAddress("127.0.0.1", port, "n0")), JOIN) as joining:
+            assert "the job was not started: the note where the head is" in said(joining)
+        assert "cannot be removed" in said(leading)
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((endpoint.addr, endpoint.port))
+        socket.create_connection(("127.0.0.1", port))
 
 
 @pytest.mark.starts_processes
@@ -94,13 +127,13 @@ def test_a_node_with_another_secret_fails_at_once(tmp_path: Path, insecure: bool
     with ThreadPoolExecutor() as pool:
         leading = pool.submit(asyncio.run, head(told, over))
         there = told.get(timeout=WAIT_TIMEOUT)
-        node = Invite(new_token().hex(), "n1", head=there, insecure=insecure)
         try:
-            with pytest.raises(WireError, match="is not node|is the token right"):
-                run_member(node, timeout=WAIT_TIMEOUT, quiet=True)
+            with command(Invite(new_token().hex(), "n1", head=there, insecure=insecure), JOIN) as joining:
+                why = said(joining)
         finally:
             over.set()
         leading.result(WAIT_TIMEOUT)
+    assert "is not node" in why or "is the token right" in why
 
 
 def test_a_command_waits_long_for_a_master_whose_host_takes_connections(
@@ -119,25 +152,19 @@ def test_a_command_waits_long_for_a_master_whose_host_takes_connections(
 
 @pytest.mark.starts_processes
 def test_a_node_that_is_ready_and_then_dismissed_keeps_no_directory_of_the_job(tmp_path: Path) -> None:
-    ours, theirs = map(BlockingStream, socket.socketpair())
-    children = psutil.Process().children()
+    here, there = socket.socketpair()
     script = tmp_path / "train.py"
     script.touch()
     roles = (RoleSpec("actor", 1, Entry("script", str(script))),)
     spec = JobSpec("mine", "mine", roles, ("actor",))
     task = AgentTask(spec, "n1", ("n0", "n1"), "", str(tmp_path))
     invite = Invite(new_token().hex(), "n1", insecure=True)
-    with ThreadPoolExecutor() as pool:
-        joining = pool.submit(take_part, invite, theirs)
+    with BlockingStream(here) as ours, there, command(invite, TAKE_PART, there.fileno()) as joining:
         assert isinstance(ours.receive(WAIT_TIMEOUT), Offer)
         ours.send(replace(task, uid="u1", head=TcpAddress("127.0.0.1", 1, "n0")))
         assert ours.receive(WAIT_TIMEOUT) == Ready()
         folder = job_at("mine", "n1").path
         assert (folder / "token").exists()
         ours.send(Dismissed("another node cannot take part"))
-        with pytest.raises(RendezvousError, match="another node cannot take part"):
-            joining.result(WAIT_TIMEOUT)
+        assert "another node cannot take part" in said(joining)
     assert not folder.exists()
-    assert psutil.Process().children() == children
-    for stream in (ours, theirs):
-        stream.close()
