@@ -8,17 +8,30 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from unirun.errors import JobError, StoreError
+from tests.effort import examples
+from unirun.errors import JobError, StoreAway, StoreError
 from unirun.observe.jobdir import JobDir
-from unirun.rendezvous.creation import clear_here, clear_in, create_job, size_here, size_in
+from unirun.rendezvous import creation, election
+from unirun.rendezvous.creation import (
+    ABANDONED_TIMEOUT,
+    TTL,
+    clear_here,
+    clear_in,
+    create_job,
+    size_here,
+    size_in,
+)
 from unirun.rendezvous.election import Term, campaign, index_key, job_prefix, leader_of
 from unirun.rendezvous.store.memory import MemoryStore
-from unirun.rendezvous.store.protocol import Compare, Lease, Outcome, Put
+from unirun.rendezvous.store.protocol import Compare, KeyValue, Lease, Outcome, Put
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress
 from unirun.wire.handshake import new_token
@@ -184,3 +197,177 @@ def test_clearing_watches_for_the_next_master_until_the_deadline(monkeypatch: py
     assert clear_in(Interrupted(), "run-1", ended=False) > 0
     assert len(slept) == 14, "its time is 15 s, and each look takes one"
     assert max(slept) < 0.5
+
+
+class Clock:
+    """The time of all hosts."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+Accident = Literal["away", "led", "deposed", "late"]
+
+
+class Disturbed(MemoryStore):
+    """The store of all jobs. What comes before each of the next calls is told by `accidents`: the store is away for
+    one, another master takes the seat, also of one that leads, or ten seconds and more pass."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self.clock, self.accidents = clock, list[Accident | None]()
+        self.happens: Callable[[Accident], None] = lambda accident: None
+
+    def _meanwhile(self) -> None:
+        if self.accidents and (accident := self.accidents.pop(0)) is not None:
+            self.happens(accident)
+
+    def get(self, key: str) -> KeyValue | None:
+        self._meanwhile()
+        return super().get(key)
+
+    def grant(self, ttl: float) -> Lease:
+        self._meanwhile()
+        return super().grant(ttl)
+
+    def txn(
+        self, compares: Sequence[Compare], puts: Sequence[Put] = (), deletes: Sequence[str] = ()
+    ) -> Outcome:
+        self._meanwhile()
+        return super().txn(compares, puts, deletes)
+
+
+JOBS = "run-1", "run-10", "run"
+"""The keys of one begin as those of another."""
+
+WHICH = st.sampled_from(JOBS)
+
+
+class Clearings(RuleBasedStateMachine):
+    """Jobs in one store, their masters, and who clears them. The reference: what each job has written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.store = Disturbed(self.clock)
+        self.written: dict[str, dict[str, str]] = {each: {} for each in JOBS}
+        self.terms: dict[str, list[Term]] = {each: [] for each in JOBS}
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(election, "_clock", self.clock)
+        self._patch.setattr(creation, "time", SimpleNamespace(monotonic=self.clock, sleep=self.passes))
+
+    def teardown(self) -> None:
+        self._patch.undo()
+        self.store.close()
+
+    def passes(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    def leads(self, which: str, *, deposing: bool = False) -> Term | None:
+        """The term of another master, on another host, if it wins."""
+        leader = leader_of(self.store, job_prefix(which))
+        dead = leader.epoch if leader is not None and deposing else 0
+        term = campaign(self.store, job_prefix(which), UnixAddress("/x", "far"), 7, ttl=60.0, deposing=dead)
+        if term is not None:
+            self.terms[which].append(term)
+        return term
+
+    @rule(which=WHICH, deposing=st.booleans())
+    def begin(self, which: str, deposing: bool) -> None:
+        """A master begins, also after the death of one before."""
+        self.leads(which, deposing=deposing)
+
+    @rule(which=WHICH, key=st.sampled_from("ab"), value=st.text(max_size=3))
+    def write(self, which: str, key: str, value: str) -> None:
+        """The latest master writes the state of its job, and the summary of it."""
+        if self.terms[which]:
+            puts = [Put(f"{job_prefix(which)}{key}", value), Put(index_key(which), value)]
+            if self.store.txn([self.terms[which][-1].fence], puts).succeeded:
+                self.written[which] |= {put.key: put.value for put in puts}
+
+    @rule(which=WHICH)
+    def resign(self, which: str) -> None:
+        if self.terms[which]:
+            self.terms[which].pop().resign()
+
+    @rule(seconds=st.sampled_from([1.0, 61.0]))
+    def wait(self, seconds: float) -> None:
+        self.passes(seconds)
+
+    @rule(
+        which=WHICH,
+        ended=st.booleans(),
+        calm=st.integers(0, 6),
+        accident=st.sampled_from([None, "away", "led", "deposed", "late"]),
+    )
+    def clear(self, which: str, ended: bool, calm: int, accident: Accident | None) -> None:
+        """All of a job goes or none of it, and what goes had no master. One that waits for a master waits long enough,
+        and no longer."""
+        size, began = size_in(self.store, which), self.clock.now
+        led = leader_of(self.store, job_prefix(which)) is not None
+        happened = list[Accident]()
+
+        def happens(what: Accident) -> None:
+            happened.append(what)
+            if what == "away":
+                raise StoreAway("the store does not answer")
+            if what == "late":
+                self.passes(TTL + 1.0)
+            else:
+                self.leads(which, deposing=what == "deposed")
+
+        self.store.happens = happens
+        self.store.accidents = [None] * calm + [accident]
+        found = self.cleared(which, ended)
+        waited = self.clock.now - began
+        if isinstance(found, StoreError):
+            assert happened
+        elif isinstance(found, JobError):
+            assert led or happened
+            assert found.remedy == f"stop it there with: unirun stop {which}"
+        else:
+            assert found == size
+            assert not (size and led and not happened)
+            self.written[which] = {}
+        if happened:
+            return
+        # Nothing at all is left of one that is cleared, so that a job of the same id begins anew.
+        assert bool(size_in(self.store, which)) == led
+        # One that is led is seen at once.
+        assert (ABANDONED_TIMEOUT <= waited < ABANDONED_TIMEOUT + 1.0) == bool(size and not led and not ended)
+        assert waited == 0.0 or waited >= ABANDONED_TIMEOUT
+
+    def cleared(self, which: str, ended: bool) -> int | JobError | StoreError:
+        try:
+            return clear_in(self.store, which, ended=ended)
+        except (JobError, StoreError) as error:
+            return error
+        finally:
+            self.store.accidents = []
+
+    @invariant()
+    def all_of_a_job_that_was_not_cleared_is_there(self) -> None:
+        for which in JOBS:
+            found = {
+                item.key: item.value
+                for item in self.store.get_prefix(job_prefix(which)).items
+                if not item.key.startswith(election.seat_prefix(job_prefix(which)))
+            }
+            index = self.store.get(index_key(which))
+            found |= {} if index is None else {index.key: index.value}
+            assert found == self.written[which]
+
+    @invariant()
+    def a_master_that_leads_may_write(self) -> None:
+        """And only one does: the latest, if no clearing has ended its term."""
+        for which in JOBS:
+            leader = leader_of(self.store, job_prefix(which))
+            if leader is not None and leader.address.host == "far":
+                assert self.terms[which]
+                assert self.store.txn([self.terms[which][-1].fence]).succeeded
+
+
+TestClearings = Clearings.TestCase
+TestClearings.settings = settings(examples(100), stateful_step_count=20)
