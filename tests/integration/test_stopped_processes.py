@@ -24,6 +24,19 @@ def test_a_job_with_a_stopped_process_ends_when_it_is_told_to(
     unirun.assert_nothing_left()
 
 
+def test_unirun_stop_ends_a_job_whose_agent_is_stopped_and_says_so(unirun: Unirun, script: Script) -> None:
+    job = unirun.start("--nproc-per-node", 2, script("import time; print('up', flush=True); time.sleep(600)"))
+    job.lines("up", 2)
+    os.kill(unirun.pid_of("unirun-agent"), signal.SIGSTOP)
+    stopped = unirun("stop")
+    assert stopped.code == 0, stopped.out
+    assert "was stopped (SIGSTOP); it goes on, as the job is to end" in stopped.out
+    result = job.end(WAIT_TIMEOUT)
+    assert result.code == 143, result.err
+    assert "was stopped (SIGSTOP)" in result.err
+    unirun.assert_nothing_left()
+
+
 @pytest.mark.cold
 def test_a_spawner_that_is_stopped_while_it_imports_is_let_go_on(unirun: Unirun, script: Script) -> None:
     job = unirun.start("--nproc-per-node", 2, script("print('up', flush=True)"))

@@ -332,7 +332,7 @@ def stop_job(options: Namespace) -> int:
         say(f"job {job.run_id} is stopping")
         return 0
     try:
-        end = follow_to_end(job, stop, STOP_TIMEOUT)
+        end = follow_to_end(job, stop, STOP_TIMEOUT, lambda notice: say(f"{notice.source}: {notice.text}"))
     except TimeoutError as error:
         raise JobError("the job did not end within 10 minutes", "unirun stop --now kills it") from error
     code = "" if end.code is None else f", exit code {end.code}"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
+from collections.abc import Callable
 
 from unirun.errors import ConnectionLost, RendezvousError, StoreError, WireError
 from unirun.observe.jobdir import JobDir
@@ -17,7 +18,7 @@ from unirun.wire.aio import Stream, connect
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.credentials import Credentials, load_credentials
 from unirun.wire.messages import Appointed, Attach, Dismissed, Ended, Stop
-from unirun.wire.reports import Message
+from unirun.wire.reports import Message, Notice
 
 MASTER_CONNECT_TIMEOUT = 3.0
 """Seconds in which a master must answer."""
@@ -223,8 +224,14 @@ SUCCESSOR_POLL_INTERVAL = 3.0
 """Seconds between two looks for another master while there is one, which may hang."""
 
 
-def follow_to_end(job: JobDir, stop: Stop | None = None, timeout: float | None = None) -> JobStatus:
-    """Wait until `job` has ended or is lost; first send it `stop`, if that is given.
+def follow_to_end(
+    job: JobDir,
+    stop: Stop | None = None,
+    timeout: float | None = None,
+    tell: Callable[[Notice], object] = lambda _: None,
+) -> JobStatus:
+    """Wait until `job` has ended or is lost; first send it `stop`, if that is given. `tell` is called with what the
+    master has to say meanwhile.
 
     Raises `TimeoutError` after `timeout` seconds.
     """
@@ -238,8 +245,9 @@ def follow_to_end(job: JobDir, stop: Stop | None = None, timeout: float | None =
                 heard = told and now.phase == "stopping"
                 master.send(Attach() if stop is None or heard else stop)
                 told = True
-                while not isinstance(hear(master, job, now.epoch, deadline), Ended):
-                    continue
+                while not isinstance(message := hear(master, job, now.epoch, deadline), Ended):
+                    if isinstance(message, Notice):
+                        tell(message)
         except (StoreError, WireError, RendezvousError):
             # This master is gone, or time is over; the job's end is in its status, or another leads in a moment.
             time.sleep(MASTER_POLL_INTERVAL)

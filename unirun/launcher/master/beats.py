@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 
 from unirun.errors import WireError
 from unirun.failover.draft import AgentLost, Due, Event
+from unirun.failover.hangs import STOPPED
 from unirun.failover.silence import (
     GIVE_UP_DELAY,
     HEARTBEAT_INTERVAL,
@@ -19,6 +23,7 @@ from unirun.failover.silence import (
 )
 from unirun.failover.takeover import REJOIN_TIMEOUT
 from unirun.launcher.master.writer import StateWriter
+from unirun.launcher.stacks import state_of
 from unirun.rendezvous.election import Term
 from unirun.wire.aio import Stream, frame_of
 from unirun.wire.messages import Heartbeat
@@ -28,6 +33,26 @@ _BEAT = frame_of(Heartbeat())
 OWNER_TIMEOUT = 60.0
 """Seconds in which the command that owns the job attaches to a master, and after which a command that beats and has
 become silent counts as gone. One that is stopped (Ctrl-Z) cannot attach, and does not beat."""
+
+STOPPED_POLL_INTERVAL = 0.5
+"""Seconds between two looks at whether somebody has stopped an agent of a job that is to end."""
+
+
+async def wake_stopped(agents: Callable[[], Mapping[str, int]], say: Callable[[str, str], None]) -> None:
+    """Let agents on this host go on that somebody has stopped (SIGSTOP), as the job is to end. They do not beat, so
+    none of them would be given up. `agents` gives their pids by node; `say` is called with a node and a text."""
+    held = set[str]()
+    while True:
+        for node, pid in agents().items():
+            state, traced = state_of(pid)
+            if state in STOPPED and not traced:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+                say(node, f"the agent of {node} was stopped (SIGSTOP); it goes on, as the job is to end")
+            elif traced and node not in held:
+                held.add(node)
+                say(node, f"a debugger holds the agent of {node} (pid {pid}); the job ends when it lets go")
+        await asyncio.sleep(STOPPED_POLL_INTERVAL)
 
 
 class HeartbeatMonitor:

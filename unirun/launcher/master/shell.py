@@ -41,10 +41,10 @@ from unirun.failover.draft import (
 from unirun.failover.nodes import made_up, next_life, trouble
 from unirun.failover.offers import versions
 from unirun.failover.restart_or_end import shutdown_order
-from unirun.failover.state import JOB_ENDS, JobState, Verdict
+from unirun.failover.state import JOB_ENDS, JobPhase, JobState, Verdict
 from unirun.failover.status_views import farewell, present, status_of
 from unirun.launcher.environment import carried, for_workers
-from unirun.launcher.master.beats import OWNER_TIMEOUT, HeartbeatMonitor, unheard
+from unirun.launcher.master.beats import OWNER_TIMEOUT, HeartbeatMonitor, unheard, wake_stopped
 from unirun.launcher.master.hangs import HangWatch, StepsWatch
 from unirun.launcher.master.notifying import Notifier
 from unirun.launcher.master.questions import Questions
@@ -366,6 +366,7 @@ class Master:
         self._owner: Stream | None = None
         self._owner_due: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._waking: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
         self._began = time.monotonic()
         self._error: Exception | None = None
@@ -422,6 +423,8 @@ class Master:
             for server in servers:
                 server.close()
             self._beats.close()
+            if self._waking is not None:
+                self._waking.cancel()
             await self._notifier.close()
             self._log.close()
             self._metrics.close()
@@ -466,6 +469,13 @@ class Master:
             self._over.set()
             return
         self._status_file.write_soon()
+        if self._state.phase is JobPhase.STOPPING and self._waking is None:
+            self._waking = asyncio.ensure_future(wake_stopped(self._agents_here, self._say))
+
+    def _agents_here(self) -> dict[str, int]:
+        """The pids of the agents on this host, by node."""
+        here = (node for node, stream in self._agents.items() if not stream.remote)
+        return {node: self._state.agents[node].pid for node in here if node in self._state.agents}
 
     async def _crash(self, error: Exception) -> None:
         """This master ends by an error of its own. Written before its streams end and the next one comes."""

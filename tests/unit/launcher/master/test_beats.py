@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -288,3 +290,35 @@ def test_a_stream_whose_peer_has_closed_it_is_gone_and_one_without_an_answer_is_
     assert not unheard(lost(BrokenPipeError()))
     assert unheard(lost(TimeoutError(errno.ETIMEDOUT, "")))
     assert unheard(lost(OSError(errno.EHOSTUNREACH, "")))
+
+
+def test_agents_that_somebody_has_stopped_go_on_and_those_that_a_debugger_holds_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = {1: ("T", False), 2: ("S", False), 3: ("t", True)}
+    sent: list[tuple[int, int]] = []
+    said: list[tuple[str, str]] = []
+
+    def kill(pid: int, signum: int) -> None:
+        sent.append((pid, signum))
+        states[pid] = ("S", False)
+
+    monkeypatch.setattr(beats, "state_of", states.__getitem__)
+    monkeypatch.setattr(os, "kill", kill)
+    monkeypatch.setattr(beats, "STOPPED_POLL_INTERVAL", 0.001)
+
+    async def look() -> None:
+        task = asyncio.create_task(
+            beats.wake_stopped(
+                lambda: {"n0": 1, "n1": 2, "n2": 3}, lambda node, text: said.append((node, text))
+            )
+        )
+        await asyncio.sleep(0.05)
+        task.cancel()
+
+    asyncio.run(look())
+    assert sent == [(1, signal.SIGCONT)]
+    assert said == [
+        ("n0", "the agent of n0 was stopped (SIGSTOP); it goes on, as the job is to end"),
+        ("n2", "a debugger holds the agent of n2 (pid 3); the job ends when it lets go"),
+    ]
