@@ -410,7 +410,7 @@ REMOTE = "behind a URL, where a name is given at the end, or by moving"
 
 NOT_ATOMIC = {
     "experiments.buffer.Buffer._file": "appended to; what was cut at its end was not accepted",
-    "experiments.buffer.TakenFile.write": "appended to; a line that was cut counts for nothing",
+    "experiments.buffer.append_line": "appended to; a line that was cut counts for nothing",
     "experiments.recovery.Recovery.record": APPENDED,
     "launcher.hosts.copying._start": APPENDED,
     "launcher.local._become": APPENDED,

@@ -20,6 +20,9 @@ from unirun.weights.queue import Queue
 POLICY = "policy"
 """The channel of the weights that generation servers have."""
 
+THREADS = 2
+"""Calls of one method that do not wait for what the main thread computes."""
+
 
 class AsyncModelWorkerProcess(ModelWorkerProcess):
     """It publishes the weights that are trained. The one with rank `BUFFER_RANK` takes the trajectories of rollout
@@ -51,17 +54,18 @@ class AsyncModelWorkerProcess(ModelWorkerProcess):
         role = self._manager.model_name.role
         return next(call for call in self._resolved.graph.trained if call.role == role)
 
-    @trainer_invocation(target="ALL")
-    def take(self, attempt: int, step: int, ids: Sequence[str]) -> SequenceSample:
-        """Read these trajectories of the buffer. They stay here; what is known of them is returned."""
+    @trainer_invocation(target="ALL", concurrency=THREADS)
+    def take(self, attempt: int, step: int, oldest: int, ids: Sequence[str]) -> tuple[int, SequenceSample]:
+        """Read these trajectories of the buffer for `step`, as `load` does samples; a call that runs here does not wait
+        for it."""
         self._check(attempt)
         assert self._buffer is not None
-        self._store.begin(step)
+        self._store.drop(oldest)
         sample = self._buffer.read(ids)
-        self._store.put(sample)
-        return sample.meta()
+        self._store.put(step, sample)
+        return self.rank, sample.meta()
 
-    @trainer_invocation(target="ALL", concurrency=2)
+    @trainer_invocation(target="ALL", concurrency=THREADS)
     def accepted(self, attempt: int, number: int, seconds: float) -> Arrivals:
         """The trajectories that have arrived from `number` on; waits for one up to so many seconds."""
         self._check(attempt)

@@ -3,7 +3,8 @@
 ::
 
     <trial>/recover/buffer/000001.items   trajectories in their order of arrival, with their data
-                          /taken.jsonl    which of them each step has taken, written before it begins
+                          /000001.gone    those of them that are not needed any more
+                          /taken.jsonl    which of them each step has taken, written before it changes anything
 
 Model worker 0 takes trajectories from rollout workers, and writes them before it says so: from then on none is lost. A
 step takes the oldest ones; a step that is made again takes the same ones again, from here. What no checkpoint goes back
@@ -27,6 +28,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
+from unirun import atomic
 from unirun.errors import CheckpointDamaged, QueueTimeout, UsageError
 from unirun.experiments.config import GserverManager
 from unirun.experiments.sample import SequenceSample
@@ -98,7 +100,7 @@ def staleness(taken: Taken, versions: Mapping[str, int]) -> dict[int, int]:
 
 
 class TakenFile:
-    """``taken.jsonl``. A line is on disk before its step begins."""
+    """``taken.jsonl``. A line is on disk before its step changes anything."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "taken.jsonl"
@@ -112,12 +114,21 @@ class TakenFile:
     def write(self, taken: Taken) -> None:
         """Add a line."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            # A line before it that was cut ends here.
-            cut = file.tell() and not _ends_with_newline(self._path)
-            file.write("\n" * bool(cut) + json.dumps(msgspec.to_builtins(taken)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self._path, msgspec.to_builtins(taken))
+
+    def cut(self, step: int) -> None:
+        """Drop the lines of steps before this one."""
+        lines = [msgspec.to_builtins(taken) for taken in self.read() if taken.step >= step]
+        atomic.replace(self._path, "".join(f"{json.dumps(line)}\n" for line in lines), lasting=True)
+
+
+def append_line(path: Path, value: Any) -> None:
+    """Add a line of JSON, which is on disk when it returns. A line before it that was cut ends there."""
+    with path.open("a") as file:
+        cut = file.tell() and not _ends_with_newline(path)
+        file.write("\n" * bool(cut) + json.dumps(value) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _ends_with_newline(path: Path) -> bool:
@@ -200,10 +211,15 @@ class Buffer:
         folder.mkdir(parents=True, exist_ok=True)
         self._files = {path.name: 0 for path in sorted(folder.glob("*.items"))}
         for name in self._files:
+            path = self._gone(name)
+            gone = {each for line in read_lines(path) for each in line["ids"]} if path.exists() else set()
+            self._released.update(dict.fromkeys(gone))
             for about, place in _items(folder / name):
-                self._files[name] += 1
-                self._arrived(about, place)
+                if about.id not in gone:
+                    self._files[name] += 1
+                    self._arrived(about, place)
         self._out: Any = None
+        self._remove_files()
 
     def _arrived(self, about: ItemHeader, place: Extent) -> None:
         self._found[about.id] = about, place, self._next
@@ -292,19 +308,37 @@ class Buffer:
         return SequenceSample(meta.ids, meta.seqlens, meta.dtypes, meta.trailing, data, meta.metadata)
 
     def release(self, ids: Collection[str]) -> int:
-        """These are not read any more. Files that have no others are removed. Returns how many of them were here."""
+        """These are not read any more, also by the next process. Files that have no others are removed. Returns how
+        many of them were here."""
         with self._lock:
             there = [each for each in ids if each in self._found]
             self._released.update(dict.fromkeys(there))
             for each in [*itertools.islice(self._released, max(len(self._released) - REMEMBERED, 0))]:
                 del self._released[each]
+            gone: dict[str, list[str]] = {}
             for each in there:
-                self._files[self._found.pop(each)[1].file] -= 1
-            current = Path(self._out.name).name if self._out is not None else ""
-            for name in [name for name, count in self._files.items() if not count and name != current]:
-                (self._folder / name).unlink()
-                del self._files[name]
+                name = self._found.pop(each)[1].file
+                self._files[name] -= 1
+                gone.setdefault(name, []).append(each)
+            for name in self._remove_files():
+                gone.pop(name, None)
+            for name, some in gone.items():
+                append_line(self._gone(name), {"ids": some})
             return len(there)
+
+    def _remove_files(self) -> list[str]:
+        """Remove the files without trajectories that are needed, and return their names."""
+        current = Path(self._out.name).name if self._out is not None else ""
+        empty = [name for name, count in self._files.items() if not count and name != current]
+        for name in empty:
+            (self._folder / name).unlink()
+            # Last: without it, all that it names would be needed again.
+            self._gone(name).unlink(missing_ok=True)
+            del self._files[name]
+        return empty
+
+    def _gone(self, name: str) -> Path:
+        return (self._folder / name).with_suffix(".gone")
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -21,11 +21,11 @@ from unirun.errors import (
     UsageError,
     WorkerLost,
 )
-from unirun.experiments.buffer import BUFFER_RANK, TakenFile, TakeOrder, staleness
+from unirun.experiments.buffer import BUFFER_RANK, TakenFile
 from unirun.experiments.config import done, passed
 from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.models.api import FinetuneSpec
-from unirun.experiments.orders import LOST, Step, means, reductions_of
+from unirun.experiments.orders import LOST, STEPS_IN_FLIGHT, Step, means, reductions_of, startable
 from unirun.experiments.recovery import (
     CHECKPOINTS,
     DATA,
@@ -36,8 +36,9 @@ from unirun.experiments.recovery import (
     SavedModels,
     settings_of,
 )
+from unirun.experiments.source import TrajectorySource
 from unirun.experiments.starting import end_of, job_of, make_root
-from unirun.roles import BaseTrainer
+from unirun.roles import BaseTrainer, wait
 from unirun.train.data.plan import SampleOrder
 from unirun.train.losses import LOSS_REPORT_TIMEOUT, Repeats, kind_of, loss_of
 from unirun.wire.reporting import report
@@ -47,11 +48,6 @@ WORKERS = "model_worker"
 
 MAX_LOSSES_WITHOUT_STEP = 10
 """Losses of workers that a trial survives without a new step."""
-
-
-LOOK_INTERVAL = 1.0
-"""Seconds after which a master that waits for trajectories looks whether all workers live."""
-
 
 STARTS = "at its start"
 """The phase in which a trial reads the configuration, the data and a checkpoint, and makes its models."""
@@ -88,7 +84,7 @@ class MasterWorkerProcess(BaseTrainer):
                 config.master_worker[0].base_seed,
                 config.master_worker[0].shuffle_dataset,
             )
-            self._source = self._graph.calls[self._graph.sources[0]]
+            self._first = self._graph.calls[self._graph.sources[0]]
             self._root = Path(self._trial.root)
             make_root(self._root)
             self._recovery, self._settings = Recovery(self._root), settings_of(config)
@@ -98,6 +94,8 @@ class MasterWorkerProcess(BaseTrainer):
             self._saved = config.evaluated().role if config.auto_eval else ""
             self._manager = next(iter(config.gserver_manager), None)
             self._taken, self._patience = TakenFile(self._recovery.buffer), config.call_timeout
+            topologies = self._resolved.topologies
+            self._workers = {name: frozenset(self._resolved.workers_of(name)) for name in topologies}
 
     @contextlib.contextmanager
     def _errors_come_again(self) -> Iterator[None]:
@@ -188,10 +186,10 @@ class MasterWorkerProcess(BaseTrainer):
         self._settings.setdefault(DATA, json.dumps(content))
         if info is not None:
             self._check_settings(info)
-        n_seqs = self._source.n_seqs
+        n_seqs = self._first.n_seqs
         if samples < n_seqs:
             raise UsageError(
-                f"the dataset has {samples} samples, and {self._source.name} needs {n_seqs} in each step",
+                f"the dataset has {samples} samples, and {self._first.name} needs {n_seqs} in each step",
                 "make n_seqs smaller, or the dataset larger",
             )
         self._samples, self._steps = samples, samples // n_seqs
@@ -220,101 +218,11 @@ class MasterWorkerProcess(BaseTrainer):
         if info is None:
             info = RecoverInfo(versions={name: v for each in found for name, v in each.items()})
         self._used = [*info.used_ids]
+        self._flight: list[Step] = []
         if self._manager is not None:
-            self._find_trajectories(info)
+            self._source = TrajectorySource(self._group, self._attempt, self._taken, self._manager, info.step)
+            self._source.release(min(self._recovery.steps(), default=0))
         return info
-
-    # Trajectories of an asynchronous trial.
-
-    def _find_trajectories(self, info: RecoverInfo) -> None:
-        """Find those that were accepted, and which step has taken which; go on to take more."""
-        self._order, self._ages = TakeOrder.of(self._taken.read()), dict[str, int]()
-        self._next, self._counts, self._counted = 0, (0, 0), (0, 0)
-        self._look(0.0)
-        self._counted = self._counts
-        self._begun = max(info.step, self._order.begun)
-        old = [each for taken in self._order.taken.values() for each in taken.old]
-        self._keeper.release.call(self._attempt, old, dropped=True)
-        self._release()
-        # The last step that was begun may not have been trained.
-        version = max(info.step, self._begun - 1)
-        kept = len(self._order.waiting) + (self._begun - version) * self._source.n_seqs
-        self._keeper.receive.call(self._attempt, version, kept)
-        if len({*self._group.published.call(self._attempt)}) > 1:
-            # A worker was started again, or lost before it had published what others have. The steps that are made
-            # again need not give the same weights to the bit, and a version is of one state.
-            self._group.withdraw.call(self._attempt)
-        self._publish(info)
-
-    @property
-    def _keeper(self) -> Any:
-        """The worker that has the buffer."""
-        return self._group[BUFFER_RANK]
-
-    def _look(self, seconds: float) -> bool:
-        """Learn what has arrived, and wait for it up to so many seconds. Returns True if something has."""
-        self._next, some, self._counts = self._keeper.accepted.call(self._attempt, self._next, seconds)
-        self._order = self._order.arrived((meta.ids[0], version) for version, meta in some)
-        self._ages |= {meta.ids[0]: version for version, meta in some}
-        return bool(some)
-
-    def _take(self, step: int) -> tuple[tuple[str, ...], dict[str, float]]:
-        """The trajectories of a step, and figures. Waits until there are enough."""
-        assert self._manager is not None
-        began = progress = time.monotonic()
-        self._look(0.0)
-        while True:
-            again = step in self._order.taken
-            self._order, taken = self._order.take(
-                step, self._source.n_seqs, self._manager.max_head_offpolicyness
-            )
-            if taken is not None:
-                break
-            if self._look(LOOK_INTERVAL):
-                progress = time.monotonic()
-            elif time.monotonic() - progress > self._patience:
-                raise TrainingFailed(
-                    f"no trajectory has come for {self._patience:g} s, and step {step + 1} has "
-                    f"{len(self._order.waiting)} of {self._source.n_seqs}",
-                    "do the rollout workers work? unirun logs rollout_worker:0 shows their output",
-                )
-            if self._generation_now() != self._generation:
-                raise WorkerLost(
-                    "a model worker was lost while trajectories were waited for", "go on", worker=""
-                )
-        if not again:
-            self._taken.write(taken)
-            if taken.old:
-                self._keeper.release.call(self._attempt, taken.old, dropped=True)
-        ages = staleness(taken, self._ages)
-        accepted, rejected = (now - before for now, before in zip(self._counts, self._counted, strict=True))
-        self._counted = self._counts
-        return taken.ids, {
-            "trajectories/waited": time.monotonic() - began,
-            "trajectories/waiting": float(len(self._order.waiting)),
-            "trajectories/accepted": float(accepted),
-            "trajectories/rejected": float(rejected),
-            "trajectories/too_old": float(len(taken.old)),
-            # All ages: `unirun status` shows the last figure of each name.
-            **{
-                f"trajectories/staleness_{age}": float(ages.get(age, 0))
-                for age in range(self._manager.max_head_offpolicyness + 1)
-            },
-        }
-
-    def _publish(self, info: RecoverInfo) -> None:
-        """Publish the weights, unless they are those of a step that is made again, after which others were seen. What
-        all workers have published stays."""
-        if info.step >= self._begun:
-            self._group.publish.call(self._attempt, info.step)
-
-    def _release(self) -> None:
-        """Drop the trajectories of steps that no checkpoint goes back to."""
-        self._order, ids = self._order.released(min(self._recovery.steps(), default=0))
-        for each in ids:
-            self._ages.pop(each, None)
-        if ids:
-            self._keeper.release.call(self._attempt, ids, dropped=False)
 
     def _last(self, before: int | None = None) -> RecoverInfo | None:
         """The last checkpoint, if there is one, of those `before` a step if one is given. A checkpoint with
@@ -361,42 +269,32 @@ class MasterWorkerProcess(BaseTrainer):
         return True
 
     def _over(self, info: RecoverInfo) -> bool:
-        return self._control.is_over(info.epoch, info.step, self._source.n_seqs)
+        return self._control.is_over(info.epoch, info.step, self._first.n_seqs)
 
     def _step(self, info: RecoverInfo) -> tuple[RecoverInfo, dict[str, float]]:
         """Run all calls once, and what is due after them."""
         began, used = time.perf_counter(), time.process_time()
-        step = Step(self._group, self._resolved, self._attempt, info.step, self._seed)
         figures: dict[str, float] = {}
-        try:
-            if self._manager is None:
-                ids, figures = step.load(self._source.model_name, self._indices(info)), {}
-            else:
-                step.at = "the wait for trajectories"
-                ids, figures = self._take(info.step)
-                step.take(BUFFER_RANK, ids)
-            figures |= step.walk()
-        finally:
-            self._doing = f"in step {info.step + 1}, {step.at}"
+        if self._manager is not None:
+            figures = self._source.begin(info.step, self._wait_for_trajectories(info))
+        after = self._after(info)
+        step = self._walk(info, after)
+        figures |= step.figures
         seconds = time.perf_counter() - began
-        epoch_step = info.epoch_step + 1
-        ended = epoch_step >= self._steps
+        ended = after.epoch > info.epoch
         trained = {str(call.model_name) for call in self._graph.trained}
-        self._used.extend(ids)
+        self._used.extend(step.ids)
         if ended:
             self._used.clear()
-        info = RecoverInfo(
-            info.step + 1,
-            info.epoch + ended,
-            0 if ended else epoch_step,
-            (),
-            passed(info.frequencies, epochs=int(ended), steps=1, secs=seconds),
-            {name: version + (name in trained) for name, version in info.versions.items()},
+        info = replace(
+            after,
+            frequencies=passed(info.frequencies, epochs=int(ended), steps=1, secs=seconds),
+            versions={name: version + (name in trained) for name, version in info.versions.items()},
         )
         figures |= {"seconds": seconds, "master_seconds": time.process_time() - used}
         self._write_figures(info.step, figures)
         if self._manager is not None:
-            self._publish(info)
+            self._source.publish(info.step)
         due = self._control.due(info.frequencies)
         self._saves.follow(to_end=False)
         if due:
@@ -409,9 +307,70 @@ class MasterWorkerProcess(BaseTrainer):
                 self._checkpoint(info)
         return info, figures
 
+    def _after(self, info: RecoverInfo) -> RecoverInfo:
+        """The position in the data after one more step."""
+        at = info.epoch_step + 1
+        ended = at >= self._steps
+        return RecoverInfo(info.step + 1, info.epoch + ended, 0 if ended else at)
+
+    def _wait_for_trajectories(self, info: RecoverInfo) -> float:
+        """Wait until there are enough for the next step. Returns the seconds."""
+        self._doing = f"in step {info.step + 1}, the wait for trajectories"
+        began = progress = time.monotonic()
+        while self._source.ids(info.step) is None:
+            if self._source.wait():
+                progress = time.monotonic()
+            elif time.monotonic() - progress > self._patience:
+                raise TrainingFailed(
+                    f"no trajectory has come for {self._patience:g} s, and step {info.step + 1} has "
+                    f"{self._source.waiting} of {self._first.n_seqs}",
+                    "do the rollout workers work? unirun logs rollout_worker:0 shows their output",
+                )
+            if self._generation_now() != self._generation:
+                raise WorkerLost(
+                    "a model worker was lost while trajectories were waited for", "go on", worker=""
+                )
+        return time.monotonic() - began
+
+    def _walk(self, info: RecoverInfo, after: RecoverInfo) -> Step:
+        """Run the calls of the next step to their end, and meanwhile those of the one after it that may run."""
+        if not self._flight:
+            self._read(info)
+        step = self._flight[0]
+        while not step.over:
+            there = [each for each in self._flight if each.ids]
+            progress = [each.progress for each in there]
+            for at, name in startable(self._graph, self._workers, progress):
+                self._doing = f"in step {there[at].number + 1}, {name}"
+                there[at].start(name, step.number)
+            # After its calls, so that none of them waits for this.
+            if step.ids and len(self._flight) < STEPS_IN_FLIGHT and not self._over(after):
+                self._read(after)
+            running = {ref: each for each in self._flight for ref in each.running}
+            waits = self._manager is not None and len(self._flight) < STEPS_IN_FLIGHT
+            for ref in wait([*running, *([self._source.news] if waits else ())])[0]:
+                if ref in running:
+                    self._doing = f"in step {running[ref].number + 1}, {running[ref].running[ref]}"
+                    running[ref].answer(ref)
+                else:
+                    self._source.look()
+        return self._flight.pop(0)
+
+    def _read(self, info: RecoverInfo) -> None:
+        """Have the data of the next step after `info` read, if there is enough."""
+        step = Step(self._group, self._resolved, self._attempt, info.step, self._seed)
+        oldest = self._flight[0].number if self._flight else info.step
+        if self._manager is None:
+            step.load(self._first.model_name, self._indices(info), oldest)
+        elif (ids := self._source.ids(info.step)) is not None:
+            step.take(BUFFER_RANK, ids, oldest)
+        else:
+            return
+        self._flight.append(step)
+
     def _indices(self, info: RecoverInfo) -> list[int]:
         """The samples of the dataset that the next step reads."""
-        n = self._source.n_seqs
+        n = self._first.n_seqs
         order = SampleOrder(self._samples, self._seed, info.epoch, self._shuffle)
         found: list[int] = order.indices(info.epoch_step * n, (info.epoch_step + 1) * n).tolist()
         return found
@@ -437,7 +396,7 @@ class MasterWorkerProcess(BaseTrainer):
         self._group.checkpoint.call(self._attempt, info.step)
         self._recovery.commit(replace(info, used_ids=tuple(self._used), settings=self._settings))
         if self._manager is not None:
-            self._release()
+            self._source.release(min(self._recovery.steps(), default=0))
 
     def _save(self, info: RecoverInfo) -> None:
         """Write all models that are trained, for others to use."""

@@ -68,32 +68,30 @@ rank cannot be reached."""
 
 
 class DataStore:
-    """The data that the process `rank` has: those of the sequences of a step, by key and id, and parameters of models.
+    """The data that the process `rank` has: those of the sequences of steps, by key and id, and parameters of models.
     Stores of other processes `ask` for them, and it asks these."""
 
     def __init__(self, rank: int, ask: Ask) -> None:
         self._rank, self._ask = rank, ask
-        # The main thread alone changes what is here.
         self._lock = threading.Lock()
-        self._step = -1
-        self._data: dict[tuple[str, str], torch.Tensor] = {}
+        self._data: dict[int, dict[tuple[str, str], torch.Tensor]] = {}
         self._models: dict[str, Callable[[], Mapping[str, torch.Tensor]]] = {}
         self._layouts: dict[tuple[str, int], Layout] = {}
         self.traffic: Traffic = Counter()
 
-    def begin(self, step: int) -> None:
-        """Data that is put here from now on belongs to `step`. Data of another step is dropped."""
+    def drop(self, before: float = math.inf) -> None:
+        """Drop the data of steps before this one, or of all."""
         with self._lock:
-            if step != self._step:
-                self._step = step
-                self._data.clear()
+            for step in [step for step in self._data if step < before]:
+                del self._data[step]
 
-    def put(self, sample: SequenceSample) -> None:
-        """Keep the data of a sample in host memory, from which it is sent to others."""
+    def put(self, step: int, sample: SequenceSample) -> None:
+        """Keep the data of a sample of `step` in host memory, from which it is sent to others."""
         parts = {key: sample[key].cpu().split(sample.sizes(key)) for key in sample.keys}
         with self._lock:
+            known = self._data.setdefault(step, {})
             for key, tensors in parts.items():
-                self._data.update(zip([(key, each) for each in sample.ids], tensors, strict=True))
+                known.update(zip([(key, each) for each in sample.ids], tensors, strict=True))
 
     def put_model(self, name: str, tensors: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """Others may ask for the parameters of a model, which `tensors` gives as they are now."""
@@ -123,9 +121,9 @@ class DataStore:
     def data(self, step: int, key: str, ids: Sequence[str]) -> torch.Tensor:
         """The data `key` of these ids of a step, in their order. Raises KeyError, ValueError."""
         with self._lock:
-            if step != self._step:
-                raise ValueError(f"data of step {step}: it is in step {self._step}")
-            return torch.cat([self._data[key, each] for each in ids])
+            if step not in self._data:
+                raise ValueError(f"data of step {step}")
+            return torch.cat([self._data[step][key, each] for each in ids])
 
     def _tensors(self, model: str) -> Mapping[str, torch.Tensor]:
         with self._lock:
@@ -138,12 +136,14 @@ class DataStore:
     ) -> SequenceSample:
         """The sample `meta` with its data. `where` has, for each key and id, the ranks that hold it. Received data
         is kept here, so that it is sent once."""
+        with self._lock:
+            known = self._data.setdefault(step, {})
         asked: list[tuple[str, list[int], int, InvocationRef[Any]]] = []
         for key in meta.keys:
             missing: dict[int, list[int]] = {}
             size = meta.dtypes[key].itemsize * math.prod(meta.trailing[key])
             for at, (each, ranks) in enumerate(zip(meta.ids, where[key], strict=True)):
-                if (key, each) not in self._data:
+                if (key, each) not in known:
                     # Different ranks ask different owners, so that the load is shared.
                     missing.setdefault(ranks[self._rank % len(ranks)], []).append(at)
                     self.traffic["needed"] += sum(meta.seqlens[key][at]) * size
@@ -154,9 +154,9 @@ class DataStore:
             tensor: torch.Tensor = _answer(rank, ref)
             self.traffic["moved"] += tensor.nbytes
             some = meta.select([key]).reorder(places)
-            self.put(SequenceSample(some.ids, some.seqlens, some.dtypes, some.trailing, {key: tensor}))
+            self.put(step, SequenceSample(some.ids, some.seqlens, some.dtypes, some.trailing, {key: tensor}))
         data = {
-            key: torch.cat([self._data[key, each] for each in meta.ids])
+            key: torch.cat([known[key, each] for each in meta.ids])
             if meta.ids
             else torch.empty((0, *meta.trailing[key]), dtype=meta.dtypes[key])
             for key in meta.keys
@@ -339,7 +339,7 @@ class ModelWorkerProcess(BaseWorkload):
         Returns the versions of the models."""
         self._read()
         self._attempt = attempt
-        self._store.begin(-1)
+        self._store.drop()
         # Interfaces may keep state of the attempt that failed, and it may differ between ranks.
         self._interfaces.clear()
         # Before the new models are made, as there may not be memory for both.
@@ -386,14 +386,15 @@ class ModelWorkerProcess(BaseWorkload):
         return self._meshes.get(name)
 
     @trainer_invocation(target="ALL")
-    def load(self, attempt: int, step: int, rows: Sequence[int]) -> SequenceSample:
-        """Read these samples of the dataset. They stay here; what is known of them is returned."""
+    def load(self, attempt: int, step: int, oldest: int, rows: Sequence[int]) -> tuple[int, SequenceSample]:
+        """Read these samples of the dataset for `step`. They stay here; returns this rank, and what is known of them.
+        Steps before `oldest` have ended."""
         self._check(attempt)
-        self._store.begin(step)
+        self._store.drop(oldest)
         assert self._dataset is not None
         sample = SequenceSample.gather([self._dataset[index] for index in rows])
-        self._store.put(sample)
-        return sample.meta()
+        self._store.put(step, sample)
+        return self.rank, sample.meta()
 
     @trainer_invocation(target="ALL", auto_shard=True)
     def call(self, order: MFCRequest) -> MFCReply:
@@ -401,7 +402,7 @@ class ModelWorkerProcess(BaseWorkload):
         self._check(order.attempt)
         definition = self._resolved.graph.calls[order.call]
         shard = self._shards[definition.model_name]
-        self._store.begin(order.step)
+        self._store.drop(order.oldest)
         self._store.traffic.clear()
         for hook in definition.pre_hooks:
             self._run_hook(hook, shard)
@@ -413,7 +414,7 @@ class ModelWorkerProcess(BaseWorkload):
         if definition.interface_type in (ModelInterfaceType.GENERATE, ModelInterfaceType.INFERENCE):
             if place.last_stage and definition.output_keys:
                 made = data_of(definition, found, sample, place.rank)
-                self._store.put(made)
+                self._store.put(order.step, made)
                 meta = made.meta()
         else:
             figures = figures_of(definition, found, place.rank)

@@ -1,4 +1,4 @@
-"""One step of a trial: its calls, the orders to model workers and their results. No message contains tensors."""
+"""The steps of a trial: their calls, the orders to model workers and their results. No message contains tensors."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from unirun.errors import PeerLost, UsageError, WorkerLost
 from unirun.experiments.config import INTERFACES, Resolved
 from unirun.experiments.graph import Graph, Hook, MFCDef, ModelInterfaceType, ModelName, ParamReallocHook
 from unirun.experiments.sample import SequenceSample, balanced
-from unirun.roles import wait
 
 Where = Mapping[str, Sequence[tuple[int, ...]]]
 """For each key and id of a sample the model workers that have the data."""
@@ -23,10 +22,12 @@ Where = Mapping[str, Sequence[tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class MFCRequest:
-    """A call for one data-parallel rank. `meta` describes its sequences; `where` says which workers have their data."""
+    """A call for one data-parallel rank. `meta` describes its sequences; `where` says which workers have their data.
+    Steps before `oldest` have ended."""
 
     attempt: int
     step: int
+    oldest: int
     call: str
     meta: SequenceSample
     where: Where
@@ -192,33 +193,51 @@ def _shown(ids: Sequence[str]) -> str:
     return f"{len(ids)} ids ({', '.join(sorted(ids)[:3])}{', …' if len(ids) > 3 else ''})"
 
 
-# `Step`: one step of a trial. Data is read, and the calls of the graph run, each as soon as it may.
+# The calls that may run now: a pure function of the calls that have run, and of the workers that are busy.
 
-# The calls of a step that may run now: a pure function of the calls that have run, and of the workers that are busy.
+STEPS_IN_FLIGHT = 2
+"""Steps whose calls run at the same time, at most."""
+
+
+class StepProgress(NamedTuple):
+    """The calls of a step that have run, and those that run."""
+
+    done: Collection[str]
+    running: Collection[str]
 
 
 def startable(
-    graph: Graph, workers: Mapping[ModelName, frozenset[int]], done: Collection[str], running: Collection[str]
-) -> list[str]:
-    """The calls that may begin, in the order of the graph.
+    graph: Graph, workers: Mapping[ModelName, frozenset[int]], steps: Sequence[StepProgress]
+) -> list[tuple[int, str]]:
+    """The calls that may begin, with the places of their steps in `steps`, of which the oldest comes first.
 
-    A call waits for the calls whose data it needs; for running calls on any of its workers, so that all workers run
-    calls in one order; and for running calls that change parameters it reads, or read or change parameters it changes.
+    A call waits for the calls of its step whose data it needs; for running calls on any of its workers, so that all
+    workers run calls in one order; and for running calls that change parameters it reads, or read or change parameters
+    it changes. As long as there is an older step, a call of another one runs only if it changes no parameters, none of
+    those that it reads will be changed by the older step, and the same call has run there: it finds what it would find
+    if the older step had ended, and what that leaves behind is as if there were no other.
     """
-    busy = {worker for name in running for worker in workers[graph.calls[name].model_name]}
-    reads = {model for name in running for model in graph.calls[name].reads}
-    writes = {model for name in running for model in graph.calls[name].writes}
+    running = [graph.calls[name] for step in steps for name in step.running]
+    busy = {worker for call in running for worker in workers[call.model_name]}
+    reads = {model for call in running for model in call.reads}
+    writes = {model for call in running for model in call.writes}
     found = []
-    for name, call in graph.calls.items():
-        if name in done or name in running or not graph.needs[name].keys() <= set(done):
-            continue
-        mine = workers[call.model_name]
-        if busy & mine or call.reads & writes or call.writes & (reads | writes):
-            continue
-        found.append(name)
-        busy |= mine
-        reads |= call.reads
-        writes |= call.writes
+    older: list[MFCDef] = []
+    for at, step in enumerate(steps):
+        changed = {model for call in older for model in call.writes}
+        for name, call in graph.calls.items():
+            if name in step.done or name in step.running or not graph.needs[name].keys() <= {*step.done}:
+                continue
+            if at and (call.writes or call in older or call.reads & changed):
+                continue
+            mine = workers[call.model_name]
+            if busy & mine or call.reads & writes or call.writes & (reads | writes):
+                continue
+            found.append((at, name))
+            busy |= mine
+            reads |= call.reads
+            writes |= call.writes
+        older += [call for name, call in graph.calls.items() if name not in step.done]
     return found
 
 
@@ -232,42 +251,81 @@ def reductions_of(call: MFCDef) -> Mapping[str, str]:
     return found
 
 
+READING = "the reading of data"
+
+
 class Step:
-    """The step `number`, counted from 0, of this attempt. `group` are the model workers."""
+    """The step `number`, counted from 0, of this attempt: its data is read, then its calls run, each when it is told to
+    `start`. `group` are the model workers."""
 
     def __init__(self, group: Any, resolved: Resolved, attempt: int, number: int, seed: int) -> None:
         self._group, self._resolved, self._graph = group, resolved, resolved.graph
-        self._attempt, self._number, self._seed = attempt, number, seed
+        self._attempt, self.number, self._seed = attempt, number, seed
         self._workers = {name: resolved.workers_of(name) for name in resolved.topologies}
         self._traffic: Traffic = Counter()
         self._where: dict[str, dict[str, tuple[int, ...]]] = {}
         self._counts: dict[str, list[float]] = {}
         self._batch: SequenceSample | None = None
-        self.at = ""
-        """The call that has ended last, or has failed; the reading of samples comes before all calls."""
+        # The workers that read data, and what they have read.
+        self._read: dict[int, SequenceSample | None] = {}
+        self._done: set[str] = set()
+        self._figures: dict[str, float] = {}
+        self.running: dict[Any, str] = {}
+        """The calls that run, by their refs; `READING` for those that read data."""
 
-    def load(self, model: ModelName, indices: Sequence[int]) -> tuple[str, ...]:
-        """Have the workers of `model` read these samples, each data-parallel rank some. Returns their ids."""
-        self.at = "the reading of samples"
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The samples of the step; empty before they are read."""
+        return self._batch.ids if self._batch is not None else ()
+
+    @property
+    def progress(self) -> StepProgress:
+        """The calls that have run, and those that run."""
+        return StepProgress(self._done, [*self.running.values()])
+
+    @property
+    def over(self) -> bool:
+        """True when all calls have run."""
+        return len(self._done) == len(self._graph.calls)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The figures of the calls as ``<call>/<name>``, and the bytes that workers got from others."""
+        return {
+            **self._figures,
+            **{f"bytes_{kind}": float(self._traffic[kind]) for kind in ("moved", "needed")},
+        }
+
+    def load(self, model: ModelName, indices: Sequence[int], oldest: int) -> None:
+        """Have the workers of `model` read these samples, each data-parallel rank some."""
         topo, workers = self._resolved.topologies[model], self._workers[model]
         ranks = topo.get_dim("data")
-        heads = [workers[topo.rank(pipe=0, data=rank, tensor=0)] for rank in range(ranks)]
-        refs = [
-            self._group[head].load.call_async(self._attempt, self._number, indices[at::ranks])
-            for at, head in enumerate(heads)
-        ]
-        metas = [ref.result() for ref in refs]
-        for head, meta in zip(heads, metas, strict=True):
-            self._has(meta, (head,))
-        self._batch = SequenceSample.gather(metas)
-        return self._batch.ids
+        for rank in range(ranks):
+            head = workers[topo.rank(pipe=0, data=rank, tensor=0)]
+            self._reads(head, self._group[head].load, oldest, indices[rank::ranks])
 
-    def take(self, rank: int, ids: Sequence[str]) -> tuple[str, ...]:
-        """Have a worker take these trajectories from its buffer. Returns their ids."""
-        self.at = "the reading of trajectories"
-        self._batch = self._group[rank].take.call(self._attempt, self._number, ids)
-        self._has(self._batch, (rank,))
-        return self._batch.ids
+    def take(self, rank: int, ids: Sequence[str], oldest: int) -> None:
+        """Have a worker read these trajectories of its buffer."""
+        self._reads(rank, self._group[rank].take, oldest, ids)
+
+    def _reads(self, rank: int, method: Any, oldest: int, rows: Sequence[int] | Sequence[str]) -> None:
+        self._read[rank] = None
+        self.running[method.call_async(self._attempt, self.number, oldest, rows)] = READING
+
+    def answer(self, ref: Any) -> None:
+        """Take the result of a call of `running`, which has ended. Raises what it has raised."""
+        name, found = self.running.pop(ref), ref.result()
+        if name != READING:
+            told = self._finish(self._graph.calls[name], found)
+            self._figures |= {f"{name}/{key}": value for key, value in told.items()}
+            self._done.add(name)
+            return
+        rank, meta = found
+        self._read[rank] = meta
+        self._has(meta, (rank,))
+        metas = [each for each in self._read.values() if each is not None]
+        if len(metas) == len(self._read):
+            self._batch = SequenceSample.gather(metas)
 
     def _has(self, meta: SequenceSample, ranks: tuple[int, ...]) -> None:
         for key in meta.keys:
@@ -275,26 +333,9 @@ class Step:
             for each in meta.ids:
                 known[each] = ranks
 
-    def walk(self) -> dict[str, float]:
-        """Run the calls. Returns their figures as ``<call>/<name>``, and the bytes that workers got from others."""
-        sets = {name: frozenset(workers) for name, workers in self._workers.items()}
-        done: set[str] = set()
-        running: dict[Any, str] = {}
-        figures: dict[str, float] = {}
-        while len(done) < len(self._graph.calls):
-            for name in startable(self._graph, sets, done, running.values()):
-                self.at = name
-                running[self._start(name)] = name
-            for ref in wait([*running])[0]:
-                name = self.at = running.pop(ref)
-                found = self._finish(self._graph.calls[name], ref.result())
-                figures |= {f"{name}/{key}": value for key, value in found.items()}
-                done.add(name)
-        return {**figures, **{f"bytes_{kind}": float(self._traffic[kind]) for kind in ("moved", "needed")}}
-
-    def _start(self, name: str) -> Any:
+    def start(self, name: str, oldest: int) -> None:
         """Send a call to all workers of its model."""
-        assert self._batch is not None, "nothing was loaded"
+        assert self._batch is not None, "nothing was read"
         call = self._graph.calls[name]
         self._reallocate(call, call.pre_hooks)
         topo = self._resolved.topologies[call.model_name]
@@ -305,13 +346,13 @@ class Step:
         for rank, some in enumerate(places):
             meta = wanted.reorder(some)
             where = {key: [self._where[key][each] for each in meta.ids] for key in call.input_keys}
-            seed = seed_of(self._seed, self._number, name, rank)
-            parts.append(MFCRequest(self._attempt, self._number, name, meta, where, seed))
+            seed = seed_of(self._seed, self.number, name, rank)
+            parts.append(MFCRequest(self._attempt, self.number, oldest, name, meta, where, seed))
         ranks = self._ranks(call)
         method = self._group.call.options(target=[self._workers[call.model_name][rank] for rank in ranks])
         # Each worker gets its own; a single one is no list.
         given = [parts[topo.coordinates(rank)["data"]] for rank in ranks]
-        return method.call_async(given if len(given) > 1 else given[0])
+        self.running[method.call_async(given if len(given) > 1 else given[0])] = name
 
     def _ranks(self, call: MFCDef) -> list[int]:
         """The ranks of a call's model, in the order of their workers."""

@@ -127,10 +127,22 @@ def test_a_file_goes_with_the_last_trajectory_in_it(tmp_path: Path, monkeypatch:
     made = Buffer(tmp_path)
     made.add([(sample(name), 0) for name in "abc"])
     assert made.release(["a", "c", "x"]) == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["000002.items", "000003.items"]
+    assert sorted(path.name for path in tmp_path.glob("*.items")) == ["000002.items", "000003.items"]
     assert "a" in made, "it was accepted"
     with pytest.raises(CheckpointDamaged, match="trajectory 'a' is not in"):
         made.read(["a"])
+
+
+def test_the_next_process_does_not_find_what_was_released(tmp_path: Path) -> None:
+    first = Buffer(tmp_path)
+    first.add([(sample(name), 0) for name in "abc"])
+    first.release(["a"])
+    first.release(["b"])
+    second = Buffer(tmp_path)
+    assert [meta.ids for _, meta in second.since(0)[1]] == [("c",)]
+    assert "a" in second, "it was accepted"
+    second.release(["c"])
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_trajectories_that_come_together_may_fill_several_files(
@@ -220,3 +232,6 @@ def test_a_line_that_was_cut_is_of_a_step_that_had_not_begun(tmp_path: Path) -> 
     assert file.read() == [Taken(0, ("a",))]
     file.write(Taken(1, ("b",)))
     assert TakenFile(tmp_path).read() == [Taken(0, ("a",)), Taken(1, ("b",))]
+    file.cut(1)
+    file.write(Taken(2, ("c",)))
+    assert TakenFile(tmp_path).read() == [Taken(1, ("b",)), Taken(2, ("c",))]

@@ -24,10 +24,8 @@ def spread(
     workers: FakeWorkers, sample: SequenceSample, ranks: Sequence[int], step: int = 0
 ) -> dict[str, Any]:
     """Put each id into the store of its rank. Returns where they are."""
-    for store in workers.stores:
-        store.begin(step)
     for part, rank in zip(sample.unpack(), ranks, strict=True):
-        workers.stores[rank].put(part)
+        workers.stores[rank].put(step, part)
     return {key: [(rank,) for rank in ranks] for key in sample.keys}
 
 
@@ -83,29 +81,32 @@ class TestData:
     def test_what_several_have_comes_from_different_ones(self) -> None:
         workers, whole = FakeWorkers(4), batch()
         for store in workers.stores[:2]:
-            store.begin(0)
-            store.put(whole)
+            store.put(0, whole)
         for rank in (2, 3):
-            workers.stores[rank].begin(0)
             workers.stores[rank].gather(0, whole.meta(), {key: [(0, 1)] * 4 for key in whole.keys})
         assert sorted(rank for rank, _, _ in workers.asked) == [0, 0, 0, 1, 1, 1]
 
-    def test_the_next_step_begins_with_nothing(self) -> None:
-        store = FakeWorkers(1).stores[0]
-        store.begin(0)
-        store.put(batch())
-        store.begin(0)
-        assert len(store.data(0, "tokens", ["id1"])) == 3
-        store.begin(1)
-        with pytest.raises(KeyError):
+    def test_two_steps_have_their_own_data_of_one_id_and_each_is_dropped_at_its_end(self) -> None:
+        store, whole = FakeWorkers(1).stores[0], batch()
+        other = SequenceSample.of({"tokens": [torch.tensor([7])]}, ["id1"])
+        store.put(0, whole)
+        store.put(1, other)
+        for oldest in (0, 1, 1):
+            store.drop(oldest)
+            assert store.data(1, "tokens", ["id1"]).tolist() == [7]
+            if not oldest:
+                assert len(store.data(0, "tokens", ["id1"])) == 3
+        with pytest.raises(ValueError, match="data of step 0"):
+            store.data(0, "tokens", ["id1"])
+        store.drop()
+        with pytest.raises(ValueError, match="data of step 1"):
             store.data(1, "tokens", ["id1"])
 
     def test_data_of_another_step_is_not_given(self) -> None:
         workers, whole = FakeWorkers(2), batch()
         where = spread(workers, whole, [1] * 4, step=3)
-        workers.stores[0].begin(4)
         with pytest.raises(
-            PeerLost, match="rank 1 does not give what was asked for: .* step 4: it is in step 3"
+            PeerLost, match="rank 1 does not give what was asked for: it has no data of step 4"
         ):
             workers.stores[0].gather(4, whole.meta(), where)
 
@@ -134,13 +135,13 @@ class TestData:
     def test_data_of_different_kinds_under_one_key_is_told(self) -> None:
         workers, whole = FakeWorkers(2), batch()
         where = spread(workers, whole, [1] * len(whole))
-        workers.stores[1].put(SequenceSample.of({"image": [torch.zeros(1, 5)]}, ["id0"]))
+        workers.stores[1].put(0, SequenceSample.of({"image": [torch.zeros(1, 5)]}, ["id0"]))
         with pytest.raises(PeerLost, match="same number of dimensions"):
             workers.stores[0].gather(0, whole.meta(), where)
 
     def test_data_that_is_not_there_is_told(self) -> None:
         workers, whole = FakeWorkers(2), batch()
-        spread(workers, whole, [0] * 4)
+        spread(workers, whole, [0, 0, 0, 1])
         nowhere = SequenceSample.of({"tokens": [torch.zeros(1)]}, ["id9"])
         with pytest.raises(PeerLost, match="rank 1 does not give what was asked for: it has no .*id9"):
             workers.stores[0].gather(0, nowhere.meta(), {"tokens": [(1,)]})

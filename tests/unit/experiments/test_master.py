@@ -27,6 +27,7 @@ from unirun.experiments.config import (
 from unirun.experiments.experiment import Experiment, ExperimentConfig, Trial, register_experiment
 from unirun.experiments.graph import topology
 from unirun.experiments.master import MasterWorkerProcess, why_over
+from unirun.experiments.orders import StepProgress
 from unirun.experiments.recovery import Recovery
 from unirun.train.losses import Repeats, kind_of, loss_of
 
@@ -140,23 +141,30 @@ class Workers:
 
 
 class Steps:
-    """Steps without calls. A worker may be lost in one."""
+    """Steps whose call takes no time. A worker may be lost in one."""
 
     workers: Workers
 
-    at = "train"
-
     def __init__(self, group: object, resolved: object, attempt: int, number: int, seed: int) -> None:
-        self._number = number + 1
+        self.number, self.over = number, False
+        self.ids: tuple[str, ...] = ()
+        self.progress, self.figures = StepProgress((), ()), dict[str, float]()
+        self.running: dict[Future[Any], str] = {}
 
-    def load(self, model: object, indices: Sequence[int]) -> tuple[str, ...]:
-        return tuple(map(str, indices))
+    def load(self, model: object, indices: Sequence[int], oldest: int) -> None:
+        self.ids = tuple(map(str, indices))
 
-    def walk(self) -> dict[str, float]:
-        if self.workers.lost_in == self._number and self.workers.times:
+    def start(self, name: str, oldest: int) -> None:
+        if self.workers.lost_in == self.number + 1 and self.workers.times:
             self.workers.times -= 1
             raise self.workers.lose()
-        return {}
+        ended: Future[Any] = Future()
+        ended.set_result(None)
+        self.running[ended] = name
+
+    def answer(self, ref: Future[Any]) -> None:
+        self.running.pop(ref)
+        self.over = True
 
 
 class Handle:
@@ -187,6 +195,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     def start(workers: Workers, *overrides: str, handle: Handle | None = None, **how: Any) -> Any:
         Steps.workers = workers
         monkeypatch.setattr(master, "Step", Steps)
+        monkeypatch.setattr(master, "wait", lambda refs: ([*refs], []))
         monkeypatch.setattr(master, "LOSS_REPORT_TIMEOUT", 0.1)  # a loss is known to these handles at once
         about = Trial("tests-trained", "one", str(tmp_path), (__name__,), overrides, **how)
         trainer: Any = MasterWorkerProcess({}, {}, OmegaConf.create(msgspec.to_builtins(about)))

@@ -75,8 +75,10 @@ from unirun.train.data.plan import SampleOrder
 from .sample_configs import ACTOR, COPY, GENERATE, INFERENCE, REF, TRAIN, realloc
 
 ETA, SEED = 0.25, 3
+AHEAD = ModelName("ahead")
 WORKERS = 4
-"""Two for the actor, which is trained; one for its copy, which generates; one for its moving average."""
+"""Two for the actor, which is trained; one for its copy, which generates; one for its moving average, and for a model
+whose call runs ahead: it needs the samples alone, so it runs while the step before trains."""
 
 Figures = dict[str, float]
 
@@ -158,6 +160,7 @@ class Interface(ModelInterface):
 
     def _check(self, sample: SequenceSample, *keys: str) -> Expected:
         wanted = self.trial.expected(self.trial.order.step)
+        self.trial.called(self.trial.order)
         assert sample.keys == keys
         for key in keys:
             for each, values in zip(sample.ids, sample[key].split(sample.sizes(key)), strict=True):
@@ -175,11 +178,15 @@ class Interface(ModelInterface):
         return SequenceSample.of({"tokens": [*tokens]}, sample.ids)
 
     def inference(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> SequenceSample:
+        if model.name == AHEAD:
+            self._check(sample, "prompt")
+            assert self._number(model) == first_of("ahead")
+            return SequenceSample.of({"bonus": [*torch.rand(len(sample), dtype=torch.float64)]}, sample.ids)
         self._check(sample, "prompt", "tokens")
         return SequenceSample.of({"score": [*(sample["tokens"] * self._number(model))]}, sample.ids)
 
     def train_step(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> Figures:
-        wanted = self._check(sample, "prompt", "tokens", "score")
+        wanted = self._check(sample, "prompt", "tokens", "score", "bonus")
         assert self._number(model) == wanted.actor
         network: Any = model.running()
         network.w.copy_(after(self._number(model), model.version))
@@ -224,13 +231,14 @@ class Histories(Experiment):
         return ExperimentScheduling(TasksGroup(WORKERS, Scheduling()))
 
     def initial_setup(self) -> ExperimentConfig:
-        """Three calls."""
+        """Four calls."""
         rows = DatasetAbstraction(ROWS, {"count": self.samples})
         parts = ModelAbstraction("tests-number"), ModelBackendAbstraction("tests-number")
         models = {
             ACTOR: Allocation(*parts, topology(data=2), eval_dataset=rows),
             COPY: Allocation(*parts, topology(), 2),
             REF: Allocation(*parts, topology(), 3),
+            AHEAD: Allocation(*parts, topology(), 3),
         }
         checked, n, needs = ModelInterfaceAbstraction("tests-checked"), self.n_seqs, ("prompt", "tokens")
         freed: Any = {"pre_hooks": (realloc(ACTOR),), "post_hooks": (OffloadHook(),)}
@@ -239,7 +247,8 @@ class Histories(Experiment):
         calls = [
             MFCDef("gen", n, GENERATE, checked, COPY, ("prompt",), ("tokens",), **freed),
             MFCDef("score", n, INFERENCE, checked, REF, needs, ("score",), **average),
-            MFCDef("train", n, TRAIN, checked, ACTOR, (*needs, "score"), (), **kept),
+            MFCDef("bonus", n, INFERENCE, checked, AHEAD, ("prompt",), ("bonus",)),
+            MFCDef("train", n, TRAIN, checked, ACTOR, (*needs, "score", "bonus"), (), **kept),
         ]
         control = ExperimentSaveEvalControl(
             self.epochs,
@@ -411,6 +420,8 @@ class History:
         self._expected: list[Expected] = []
         self._seen: set[tuple[str, float]] = set()
         self._average = first_of("ref")
+        self.ahead = 0
+        """Calls that ran before the step before had ended."""
 
     @property
     def steps(self) -> int:
@@ -431,8 +442,13 @@ class History:
         some = order[at * self.how.n_seqs : (at + 1) * self.how.n_seqs]
         actor = after(self._expected[-1].actor, step - 1) if step else first_of("actor")
         self._average += ETA * (actor - self._average)
-        draw = torch.Generator().manual_seed(zlib.crc32(f"{SEED} {step} gen 0".encode()))
-        tokens = (torch.rand(len(some), generator=draw, dtype=torch.float64) + actor).tolist()
+
+        def drawn(call: str) -> list[float]:
+            draw = torch.Generator().manual_seed(zlib.crc32(f"{SEED} {step} {call} 0".encode()))
+            found: list[float] = torch.rand(len(some), generator=draw, dtype=torch.float64).tolist()
+            return found
+
+        tokens = [number + actor for number in drawn("gen")]
         ids = tuple(map(str, some))
         prompts = {str(index): [float(index)] * (1 + index % 3) for index in some}
         scores = {each: [token * self._average] for each, token in zip(ids, tokens, strict=True)}
@@ -440,6 +456,7 @@ class History:
             "prompt": prompts,
             "tokens": {each: [token] for each, token in zip(ids, tokens, strict=True)},
             "score": scores,
+            "bonus": {each: [number] for each, number in zip(ids, drawn("bonus"), strict=True)},
         }
         return Expected(ids, data, actor)
 
@@ -470,9 +487,15 @@ class History:
             str(path.relative_to(self.root / "recover" / f"{step:06}"))
             for path in (self.root / "recover" / f"{step:06}").rglob("*.pt")
         }
-        assert files == {"actor@0/00000.pt", "actor@0/00001.pt", "ref@0/00000.pt"}
+        assert files == {"actor@0/00000.pt", "actor@0/00001.pt", "ref@0/00000.pt", "ahead@0/00000.pt"}
 
     # What runs.
+
+    def called(self, order: Any) -> None:
+        """A call runs: count it if the step before has not ended."""
+        if order.step > order.oldest:
+            assert (order.call, order.step) == ("bonus", order.oldest + 1)
+            self.ahead += 1
 
     def worker(self, rank: int) -> Worker:
         """A new process."""
@@ -549,6 +572,7 @@ class History:
         """Check all that a trial has left behind."""
         count = self.steps * self.how.epochs
         self.check_files()
+        assert self.ahead >= count - 1
         steps = self.lines("steps.jsonl")
         assert [line["step"] for line in steps] == [*range(1, count + 1)]
         for number, line in enumerate(steps):
@@ -556,9 +580,10 @@ class History:
             scores = [score for (score,) in wanted.data["score"].values()]
             assert line["train/score"] == pytest.approx(sum(scores) / len(scores), rel=1e-12)
             assert line["train/samples"] == len(wanted.ids)
-            # Two models get a number of the actor; prompts and tokens go to both of the calls after the first, scores to one.
+            # Two models get a number of the actor; prompts go to both of the workers besides those of the first call, and
+            # so do tokens, scores and bonuses to one.
             tokens = sum(map(len, wanted.data["prompt"].values()))
-            assert line["bytes_moved"] == line["bytes_needed"] == 8 * (2 + 2 * tokens + 3 * len(wanted.ids))
+            assert line["bytes_moved"] == line["bytes_needed"] == 8 * (2 + 2 * tokens + 4 * len(wanted.ids))
         actor = self.expected(count).actor
         assert figures["train/eval_w"] == pytest.approx(actor)
         evaluated = [*range(0, count + 1, self.how.evaluate)] if self.how.evaluate else []

@@ -1,15 +1,26 @@
-"""The calls of a step that run beside each other, in whatever order they end."""
+"""The calls of one step or of two that run beside each other, in whatever order they end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.experiments.sample_configs import ACTOR, COPY, CRITIC, REF, TRAIN, call, ppo, realloc
+from tests.effort import examples
+from tests.unit.experiments.sample_configs import (
+    ACTOR,
+    COPY,
+    CRITIC,
+    INFERENCE,
+    REF,
+    TRAIN,
+    call,
+    ppo,
+    realloc,
+)
 from unirun.experiments.graph import Graph, ModelInterfaceType, ModelName, build_graph
-from unirun.experiments.orders import startable
+from unirun.experiments.orders import STEPS_IN_FLIGHT, StepProgress, startable
 
 Workers = Mapping[ModelName, frozenset[int]]
 
@@ -46,6 +57,17 @@ def check_beside(graph: Graph, workers: Workers, running: list[str]) -> None:
             assert name == other or not graph.calls[name].reads & graph.calls[other].writes
 
 
+def alone(done: Collection[str], running: Collection[str]) -> list[StepProgress]:
+    """The only step in flight."""
+    return [StepProgress(done, running)]
+
+
+def names(found: Sequence[tuple[int, str]]) -> list[str]:
+    """The calls of the only step."""
+    assert {at for at, _ in found} <= {0}
+    return [name for _, name in found]
+
+
 @given(steps(), st.data())
 def test_no_call_beside_another_that_disturbs_it_and_all_run_once(
     step: tuple[Graph, Workers], data: st.DataObject
@@ -55,7 +77,7 @@ def test_no_call_beside_another_that_disturbs_it_and_all_run_once(
     running: list[str] = []
     began: list[str] = []
     while len(done) < len(graph.calls):
-        found = startable(graph, workers, done, running)
+        found = names(startable(graph, workers, alone(done, running)))
         for name in found:
             assert graph.parents(name).keys() <= done
         began += found
@@ -66,13 +88,59 @@ def test_no_call_beside_another_that_disturbs_it_and_all_run_once(
         running.remove(ended)
         done.add(ended)
     assert sorted(began) == sorted(graph.calls)
-    assert startable(graph, workers, done, ()) == []
+    assert startable(graph, workers, alone(done, ())) == []
+
+
+Version = dict[ModelName, int]
+
+
+@examples(200)
+@given(steps(), st.integers(1, 5), st.data())
+def test_with_two_steps_in_flight_each_call_reads_what_it_reads_when_steps_run_in_turn(
+    step: tuple[Graph, Workers], count: int, data: st.DataObject
+) -> None:
+    graph, workers = step
+    versions: Version = dict.fromkeys(workers, 0)
+    changes = {model: sum(model in each.writes for each in graph.calls.values()) for model in workers}
+    first = 0
+    flight = [(set[str](), list[str]())]
+    began: list[tuple[int, str]] = []
+    while first < count:
+        if len(flight) < STEPS_IN_FLIGHT and first + 1 < count and data.draw(st.booleans(), "data is there"):
+            flight.append((set(), []))
+        for at, name in startable(graph, workers, [StepProgress(*each) for each in flight]):
+            done, running = flight[at]
+            assert graph.parents(name).keys() <= done
+            running.append(name)
+            began.append((first + at, name))
+            call = graph.calls[name]
+            for model in call.reads if at else ():
+                assert versions[model] == (first + 1) * changes[model]
+            for model in call.writes:
+                assert not at
+                versions[model] += 1
+        both = [name for _, running in flight for name in running]
+        check_beside(graph, workers, both)
+        assert both, "no call runs, and some have not run yet"
+        at = data.draw(st.sampled_from([at for at, (_, running) in enumerate(flight) if running]))
+        done, running = flight[at]
+        ended = data.draw(st.sampled_from(running))
+        running.remove(ended)
+        done.add(ended)
+        if len(flight[0][0]) == len(graph.calls):
+            # What a checkpoint has now.
+            assert versions == {model: (first + 1) * each for model, each in changes.items()}
+            flight.pop(0)
+            first += 1
+            flight = flight or [(set(), [])]
+    for name in graph.calls:
+        assert [number for number, each in began if each == name] == [*range(count)]
 
 
 @given(steps())
 def test_what_may_run_is_found_in_the_order_of_the_graph(step: tuple[Graph, Workers]) -> None:
     graph, workers = step
-    found = startable(graph, workers, (), ())
+    found = names(startable(graph, workers, alone((), ())))
     assert found == [name for name in graph.calls if name in found]
     assert found[0] == graph.sources[0]
 
@@ -81,19 +149,22 @@ def test_calls_of_different_workers_run_beside_each_other() -> None:
     resolved = ppo(separate=True).lazy_init()
     workers = {name: frozenset(resolved.workers_of(name)) for name in resolved.topologies}
     graph = resolved.graph
-    assert startable(graph, workers, (), ()) == ["actorGen"]
-    assert startable(graph, workers, ["actorGen"], ()) == ["rewInf", "refInf"]
-    assert startable(graph, workers, ["actorGen"], ["rewInf"]) == ["refInf"]
+    assert names(startable(graph, workers, alone((), ()))) == ["actorGen"]
+    assert names(startable(graph, workers, alone(["actorGen"], ()))) == ["rewInf", "refInf"]
+    assert names(startable(graph, workers, alone(["actorGen"], ["rewInf"]))) == ["refInf"]
     before = ["actorGen", "rewInf", "refInf"]
-    assert startable(graph, workers, before, ()) == ["criticInf"]
-    assert startable(graph, workers, [*before, "criticInf"], ()) == ["actorTrain", "criticTrain"]
+    assert names(startable(graph, workers, alone(before, ()))) == ["criticInf"]
+    assert names(startable(graph, workers, alone([*before, "criticInf"], ()))) == [
+        "actorTrain",
+        "criticTrain",
+    ]
 
 
 def test_on_one_set_of_workers_they_run_one_after_the_other() -> None:
     resolved = ppo(separate=False).lazy_init()
     workers = dict.fromkeys(resolved.topologies, frozenset({0, 1}))
-    assert startable(resolved.graph, workers, ["actorGen"], ()) == ["rewInf"]
-    assert startable(resolved.graph, workers, ["actorGen"], ["rewInf"]) == []
+    assert names(startable(resolved.graph, workers, alone(["actorGen"], ()))) == ["rewInf"]
+    assert names(startable(resolved.graph, workers, alone(["actorGen"], ["rewInf"]))) == []
 
 
 WORKERS: Workers = {name: frozenset({at}) for at, name in enumerate((ACTOR, COPY, CRITIC, REF))}
@@ -112,10 +183,47 @@ class TestParameters:
     )
 
     def test_a_reader_waits_for_the_writer(self) -> None:
-        assert startable(self.GRAPH, WORKERS, (), ["train"]) == ["apart"]
+        assert names(startable(self.GRAPH, WORKERS, alone((), ["train"]))) == ["apart"]
 
     def test_the_writer_waits_for_a_reader(self) -> None:
-        assert startable(self.GRAPH, WORKERS, (), ["copy"]) == ["again", "apart"]
+        assert names(startable(self.GRAPH, WORKERS, alone((), ["copy"]))) == ["again", "apart"]
 
     def test_of_two_that_could_begin_the_first_one_does(self) -> None:
-        assert startable(self.GRAPH, WORKERS, (), ()) == ["train", "apart"]
+        assert names(startable(self.GRAPH, WORKERS, alone((), ()))) == ["train", "apart"]
+
+
+class TestTwoSteps:
+    GRAPH = build_graph(
+        [
+            call("refInf", ["prompt"], ["ref"], REF, INFERENCE),
+            call("before", ["prompt"], ["old"], ACTOR, INFERENCE),
+            call("criticInf", ["prompt"], ["values"], CRITIC, INFERENCE),
+            call("train", ["prompt", "ref", "old", "values"], kind=TRAIN),
+            call("criticTrain", ["prompt", "values"], (), CRITIC, TRAIN),
+        ],
+        ["prompt"],
+    )
+    INFERRED = ("refInf", "before", "criticInf")
+
+    def after(
+        self, *done: str, running: Collection[str], next_done: Collection[str] = ()
+    ) -> list[tuple[int, str]]:
+        """Both have their data."""
+        return startable(self.GRAPH, WORKERS, [StepProgress(done, running), StepProgress(next_done, ())])
+
+    def test_what_does_not_depend_on_the_weights_that_are_trained_runs_meanwhile(self) -> None:
+        assert self.after(*self.INFERRED, running=["train", "criticTrain"]) == [(1, "refInf")]
+        found = self.after(*self.INFERRED, "criticTrain", running=["train"])
+        assert found == [(1, "refInf"), (1, "criticInf")]
+
+    def test_no_step_changes_parameters_before_the_one_before_has_ended(self) -> None:
+        found = self.after(
+            *self.INFERRED, "criticTrain", running=["train"], next_done=["refInf", "criticInf"]
+        )
+        assert found == []
+
+    def test_the_older_step_comes_first(self) -> None:
+        assert self.after(running=()) == [(0, "refInf"), (0, "before"), (0, "criticInf")]
+
+    def test_a_call_waits_for_the_same_one_of_the_step_before(self) -> None:
+        assert self.after("before", "criticInf", running=["refInf"]) == [(0, "criticTrain")]
