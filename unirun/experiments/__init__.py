@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unirun.experiments.agents import BundledGenerationOutputs, CollectingAgent, RolloutAgent
     from unirun.experiments.config import (
         AgentAbstraction,
         Allocation,
@@ -79,7 +80,6 @@ if TYPE_CHECKING:
         Place,
     )
     from unirun.experiments.recovery import RecoverInfo
-    from unirun.experiments.rollout_worker import RolloutAgent
     from unirun.experiments.sample import NamedArray, SequenceSample
     from unirun.experiments.starting import trial_status
 
@@ -87,6 +87,8 @@ __all__ = [
     "AgentAbstraction",
     "Allocation",
     "AutomaticEvaluator",
+    "BundledGenerationOutputs",
+    "CollectingAgent",
     "DatasetAbstraction",
     "DatasetUtility",
     "Engine",
@@ -155,7 +157,7 @@ _HOMES = (
     "models.api",
     "datasets",
     "recovery",
-    "rollout_worker",
+    "agents",
     "starting",
 )
 """The modules that have these names. Those that import torch come after the others."""

@@ -616,7 +616,8 @@ def register_interface(name: str, cls: Any) -> None:
 
 
 def register_agent(name: str, cls: Any) -> None:
-    """`AgentAbstraction(name, args)` makes ``cls(**args)``, a `RolloutAgent`, once in each rollout worker."""
+    """`AgentAbstraction(name, args)` makes ``cls(**args)``, a `RolloutAgent` or a `CollectingAgent`, once in each
+    rollout worker."""
     AGENTS.register(name, cls)
 
 

@@ -11,13 +11,14 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from unirun.errors import PeerLost, UsageError
+from unirun.experiments.agents import run_of
 from unirun.experiments.buffer import trajectories
 from unirun.experiments.config import AGENTS, DATASETS, ENVIRONMENTS, GserverManager, RolloutWorker
 from unirun.experiments.datasets import Dataset, DatasetUtility, Joined, load_tokenizer
@@ -28,7 +29,7 @@ from unirun.roles import BaseWorkload
 from unirun.rollout.client import EngineClient
 from unirun.rollout.completing import Completer, EngineCompleter
 from unirun.rollout.episodes import Group, Outcomes
-from unirun.rollout.pool import Data, Pool, Recorder
+from unirun.rollout.pool import Data, Pool
 from unirun.wire.reporting import report, report_error
 
 TRAJECTORIES = "trajectories"
@@ -42,18 +43,6 @@ REPORT_INTERVAL = 1.0
 
 STOP_TIMEOUT = 5.0
 """Seconds in which the episodes that are open are cancelled at the end."""
-
-
-class RolloutAgent(Protocol):
-    """Makes episodes (`register_agent`). It may also have `group_size` (1), the parameters `sampling` of all requests,
-    and ``should_accept(group)``, which says if a `Group` is to be trained on."""
-
-    async def run(self, data: Mapping[str, Any], client: Recorder) -> float | None:
-        """One episode of the prompt `data`: its reward, or None if nothing is to be learned from it.
-
-        `data` is a row of the dataset, with the tokens of its prompt as ``input_ids``, its text as ``prompt``, and its
-        ``id``. What the `client` is asked for is trained on. ``client.env`` is the environment.
-        """
 
 
 def sample_of(group: Group) -> SequenceSample:
@@ -130,6 +119,7 @@ class RolloutWorkerProcess(BaseWorkload):
         made = [DATASETS.find(each.type_)(util, **each.args) for each in mine.datasets]
         self._dataset: Dataset = made[0] if len(made) == 1 else Joined(made)
         self._agent: Any = AGENTS.find(mine.agent.type_)(**mine.agent.args)
+        self._run = run_of(self._agent)
         data_of(self._dataset[0], self._tokenizer)
         ENVIRONMENTS.find(mine.env.type_)(**mine.env.args)
 
@@ -182,7 +172,7 @@ class RolloutWorkerProcess(BaseWorkload):
         make = ENVIRONMENTS.find(env.type_)
         return Pool(
             self.completer(),
-            agent.run,
+            self._run,
             group_size=getattr(agent, "group_size", 1),
             batch=self._manager.train_batch_size,
             max_head_offpolicyness=self._manager.max_head_offpolicyness,

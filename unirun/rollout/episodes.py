@@ -85,6 +85,28 @@ def _extended(before: Trajectory, turn: Turn) -> Trajectory:
     )
 
 
+def recorded(
+    tokens: Sequence[int], turns: Sequence[Turn], reward: float, masked: Sequence[bool] | None = None
+) -> Trajectory:
+    """A sequence that an agent has put together, with what the turns in it have recorded. Tokens that are `masked` are
+    not trained on, though the model has made them."""
+    whole, end = tuple(tokens), len(tokens)
+    trained, logprobs, versions = [False] * end, [0.0] * end, [NOT_MADE] * end
+    while True:
+        # From the last turn to the first one, whose outputs are in the prompts of those after it.
+        places = [(len(turn.prompt), len(turn.prompt) + len(turn.completion.token_ids)) for turn in turns]
+        ends = [
+            (stop, begin, turn.completion)
+            for turn, (begin, stop) in zip(turns, places, strict=True)
+            if begin < stop <= end and whole[:stop] == turn.prompt + turn.completion.token_ids
+        ]
+        if not ends:
+            return Trajectory(whole, tuple(trained), tuple(logprobs), tuple(versions), reward)
+        stop, end, made = max(ends, key=lambda each: each[0])
+        trained[end:stop] = [not each for each in masked[end:stop]] if masked else [True] * (stop - end)
+        logprobs[end:stop], versions[end:stop] = made.logprobs, made.versions
+
+
 def oldest(made: Iterable[Completion]) -> int | None:
     """The oldest version that has made a token; None if there is no token."""
     return min((min(each.versions) for each in made if each.versions), default=None)

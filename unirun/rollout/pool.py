@@ -91,8 +91,9 @@ class Recorder:
         return found
 
 
-Run = Callable[[Data, Recorder], Awaitable[float | None]]
-"""An agent: the reward of one episode, or None if nothing is to be learned from it."""
+Run = Callable[[Data, Recorder], Awaitable[float | Sequence[Trajectory] | None]]
+"""An agent: the reward of one episode, or None if nothing is to be learned from it. One with a reward for each turn
+returns the trajectories themselves."""
 
 
 class Pool:
@@ -344,7 +345,11 @@ class Pool:
             raise EpisodeFailed(
                 f"an episode has taken more than {self._timeout:g} s", "see episode_timeout"
             ) from error
-        return () if reward is None else trajectories(client.turns, float(reward))
+        if reward is None:
+            return ()
+        if isinstance(reward, Sequence):
+            return tuple(reward)
+        return trajectories(client.turns, float(reward))
 
     def _note(self, flight: _Flight, completion: Completion) -> None:
         """Take over what is known of the versions after a completion."""
