@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unirun.rollout.chatting import Reply
     from unirun.rollout.choosing import Answer, Span
     from unirun.rollout.client import AddressFile, EngineClient, EngineList, Engines
     from unirun.rollout.completing import Completer, Completion, EngineCompleter
@@ -29,12 +30,14 @@ __all__ = [
     "Outcomes",
     "Pool",
     "Recorder",
+    "Reply",
     "Rewards",
     "Span",
     "Trajectory",
 ]
 
 _HOMES = {
+    "unirun.rollout.chatting": ("Reply",),
     "unirun.rollout.choosing": ("Answer", "Span"),
     "unirun.rollout.client": ("AddressFile", "EngineClient", "EngineList", "Engines"),
     "unirun.rollout.completing": ("Completer", "Completion", "EngineCompleter"),

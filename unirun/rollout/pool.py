@@ -36,6 +36,7 @@ from types import TracebackType
 from typing import Any
 
 from unirun.errors import EpisodeFailed, QueueTimeout, UsageError
+from unirun.rollout.chatting import Chats, Message, Parse, Reply, calls_in_tags
 from unirun.rollout.completing import Completer, Completion
 from unirun.rollout.episodes import Group, Outcomes, Trajectory, Turn, oldest, trajectories
 from unirun.weights.gate import Bound
@@ -76,6 +77,7 @@ class Recorder:
         self._sampling = dict(sampling or {})
         self.group, self.tokenizer, self.env = group, tokenizer, env
         self.turns: list[Turn] = []
+        self._chats: Chats | None = None
 
     async def complete(
         self, token_ids: Sequence[int], *, conversation: str = "", **sampling: Any
@@ -89,6 +91,28 @@ class Recorder:
         self.turns.append(Turn(prompt, found))
         self._noted(found)
         return found
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] = (),
+        parse: Parse = calls_in_tags,
+        **sampling: Any,
+    ) -> Reply:
+        """The answer to `messages` of OpenAI's form, by the template of the tokenizer. ::
+
+            reply = await client.chat(messages, tools=tools, max_tokens=256)
+            messages.append(reply.message)
+
+        A request that begins with an earlier one and its answer keeps the tokens of both, so that all are one
+        trajectory. `parse` finds the calls of tools in the text. Raises `UsageError` for a tokenizer without a
+        template.
+        """
+        chats = self._chats = self._chats or Chats(self.tokenizer)
+        given, offered = [dict(each) for each in messages], [*tools]
+        prompt = chats.prompt(given, offered)
+        return chats.answered(given, offered, prompt, await self.complete(prompt, **sampling), parse)
 
 
 Run = Callable[[Data, Recorder], Awaitable[float | Sequence[Trajectory] | None]]

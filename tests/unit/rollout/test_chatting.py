@@ -1,0 +1,140 @@
+"""Chats with tools, recorded by tokens: what the model has made stays as it was made, over all turns."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.unit.rollout.fake_completer import FakeCompleter
+from unirun.errors import UsageError
+from unirun.rollout.chatting import calls_in_tags
+from unirun.rollout.episodes import Trajectory, trajectories
+from unirun.rollout.pool import Recorder
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for each in messages %}<|im_start|>{{ each.role }}\n{{ each.content or '' }}"
+    "{% for call in each.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 4,"b": 9}}</tool_call>'
+
+
+def tokenizer(template: str | None = TEMPLATE) -> Any:
+    """A token for each character, and one for `CALL` as well as for its characters."""
+    special = ["<|im_start|>", "<|im_end|>"]
+    letters = [chr(number) for number in range(32, 127)]
+    names = {each: number for number, each in enumerate([*special, "\n", *letters, CALL])}
+    inner = Tokenizer(models.WordLevel(names, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    make: Any = PreTrainedTokenizerFast
+    made: Any = make(
+        tokenizer_object=inner, eos_token="<|im_end|>", extra_special_tokens=special, unk_token="?"
+    )
+    made.chat_template = template
+    # As the decoder of such a tokenizer puts blanks between tokens.
+    decode = lambda tokens, skip_special_tokens=False: "".join(  # noqa: E731
+        each for each in made.convert_ids_to_tokens(tokens) if not (skip_special_tokens and each in special)
+    )
+    made.decode = decode
+    return made
+
+
+class Says:
+    """An engine that says these things, one after the other, each as these tokens."""
+
+    def __init__(self, *answers: Sequence[int]) -> None:
+        left = iter(answers)
+        self.completer = FakeCompleter(lambda prompt: next(left))
+
+    def client(self, own: Any) -> Recorder:
+        return Recorder(self.completer, lambda completion: None, conversation="c", tokenizer=own)
+
+
+def text_of(own: Any, each: Trajectory, *, trained: bool) -> str:
+    tokens = [t for t, is_trained in zip(each.token_ids, each.trained, strict=True) if is_trained is trained]
+    return str(own.decode(tokens))
+
+
+def test_an_agent_with_tools_is_one_trajectory_of_the_tokens_that_were_made() -> None:
+    own = tokenizer()
+    end = own.eos_token_id
+    # The call as one token: the template would have made many of it, and with another blank.
+    said = [[own.convert_tokens_to_ids(CALL), end], [*own.encode("13"), end], [*own.encode("yes"), end]]
+    engine = Says(*said)
+    client = engine.client(own)
+
+    async def agent() -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "4+9?"}]
+        reply = await client.chat(messages, tools=TOOLS, max_tokens=9)
+        assert (reply.text, reply.finish_reason) == ("", "tool_calls")
+        (call,) = reply.tool_calls
+        assert call["function"]["name"] == "add"
+        found = sum(json.loads(call["function"]["arguments"]).values())
+        messages += [reply.message, {"role": "tool", "tool_call_id": call["id"], "content": str(found)}]
+        reply = await client.chat(messages, tools=TOOLS)
+        assert (reply.text, reply.tool_calls, reply.finish_reason) == ("13", [], "stop")
+        messages += [reply.message, {"role": "user", "content": "sure?"}]
+        reply = await client.chat(messages, tools=TOOLS)
+        return [*messages, reply.message]
+
+    messages = asyncio.run(agent())
+    assert messages[-1]["content"] == "yes"
+    assert engine.completer.requests[0][2] == {"max_tokens": 9}
+    (whole,) = trajectories(client.turns, 1.0)
+    assert text_of(own, whole, trained=True) == f"{CALL}<|im_end|>13<|im_end|>yes<|im_end|>"
+    start = "<|im_start|>"
+    assert text_of(own, whole, trained=False).partition("assistant")[2] == (
+        f"\n\n{start}tool\n13<|im_end|>\n{start}assistant\n\n{start}user\nsure?<|im_end|>\n{start}assistant\n"
+    )
+
+
+def test_an_answer_that_was_cut_off_is_ended_by_the_template() -> None:
+    own = tokenizer()
+    client = Says(own.encode("13"), own.encode("14")).client(own)
+
+    async def agent() -> None:
+        messages = [{"role": "user", "content": "4+9?"}]
+        reply = await client.chat(messages)
+        await client.chat([*messages, reply.message, {"role": "user", "content": "no"}])
+
+    asyncio.run(agent())
+    (whole,) = trajectories(client.turns, 1.0)
+    assert "\n13<|im_end|>\n<|im_start|>user\nno<|im_end|>" in own.decode([*whole.token_ids])
+
+
+def test_a_chat_that_was_rewritten_begins_another_trajectory_and_branches_share_their_beginning() -> None:
+    own = tokenizer()
+    end = own.eos_token_id
+    client = Says(*([*own.encode(each), end] for each in ("a", "b", "c"))).client(own)
+
+    async def agent() -> None:
+        messages = [{"role": "user", "content": "1"}]
+        reply = await client.chat(messages)
+        await client.chat([*messages, reply.message, {"role": "user", "content": "2"}])
+        await client.chat([{"role": "user", "content": "in short: a"}])
+
+    asyncio.run(agent())
+    first, second = trajectories(client.turns, 1.0)
+    assert text_of(own, first, trained=True) == "a<|im_end|>b<|im_end|>"
+    assert text_of(own, second, trained=True) == "c<|im_end|>"
+
+
+def test_what_is_no_call_stays_text() -> None:
+    broken = "so <tool_call>{add 4 9}</tool_call>"
+    assert calls_in_tags(broken) == (broken, [])
+    assert calls_in_tags("<tool_call>[1]</tool_call>")[1] == []
+    text, calls = calls_in_tags(f"first {CALL} {CALL}")
+    assert (text, len(calls)) == ("first", 2)
+
+
+def test_a_tokenizer_without_templates_is_refused() -> None:
+    with pytest.raises(UsageError, match="chat template"):
+        asyncio.run(Says([1]).client(None).chat([{"role": "user", "content": "1"}]))
