@@ -4,6 +4,8 @@ The weights of each step go into the servers while these generate, so a trajecto
 None is trained on more than `eta` versions after it was begun.
 
 unirun experiment start -e async-grpo -f first weights=… --mode local
+
+``backend=vllm`` generates with vLLM, which may be in a virtual environment of its own: ``python=…``.
 """
 
 from __future__ import annotations
@@ -39,6 +41,20 @@ from unirun.experiments import (
     topology,
 )
 from unirun.rollout import Recorder
+
+# The weights are those of the channel: the servers begin with random ones. Their model has no tokenizer.
+SERVERS: Mapping[str, Mapping[str, Any]] = {
+    "builtin": {"load_format": "dummy"},
+    "vllm": {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 64,
+        "kv_cache_memory_bytes": 1 << 26,
+    },
+}
+"""The options of each kind of server."""
 
 
 class Solver:
@@ -78,6 +94,8 @@ class AsyncGRPO(Experiment):
     lr: float = 6e-4
     seed: int = 1
     servers: int = 2
+    backend: str = "builtin"
+    python: str = ""
     rollouts: int = 1
     ckpt_freq_steps: int = 5
     steps: int = 0
@@ -119,8 +137,8 @@ class AsyncGRPO(Experiment):
         schedule = {"schedule": "linear", "warmup": 0.05, "updates": self.updates}
         trained = ModelBackendAbstraction("ddp", {"lr": self.lr, **schedule})
         models = {actor: Allocation(llama(weights=self.weights), trained, topology(data=2))}
-        # The weights are those of the channel: the servers begin with random ones.
-        server = GenerationServer(self.seed, "builtin", {"load_format": "dummy"}, str(LLAMA), 1)
+        options = {**SERVERS[self.backend], "python": self.python}
+        server = GenerationServer(self.seed, self.backend, options, str(LLAMA), 1)
         worker = RolloutWorker(
             self.seed,
             actor,

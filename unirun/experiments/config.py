@@ -254,9 +254,9 @@ class ModelWorker:
 @dataclass
 class GenerationServer:
     """A server that generates with `tp_size` devices: a service with the kind `backend_type`, ``builtin`` or ``vllm``.
-    `backend_args` are more options of it: ``{"max_num_seqs": 64}`` is ``--max-num-seqs 64``. ``clear_cache``
-    is one besides: with True, the default, the keys and values of sequences in work are computed anew for each new
-    version. All servers are alike."""
+    `backend_args` are more options of it: ``{"max_num_seqs": 64}`` is ``--max-num-seqs 64``. Two are of
+    unirun: with ``clear_cache``, which is True by default, the keys and values of sequences in work are computed anew
+    for each new version; ``python`` is the virtual environment of the server. All servers are alike."""
 
     base_seed: int
     backend_type: str

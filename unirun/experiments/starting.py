@@ -318,6 +318,8 @@ def _server_role(config: ExperimentConfig, group: TasksGroup) -> dict[str, Any]:
         args += ["--logprobs-mode", "processed_logprobs"]
     more = dict(server.backend_args or {})
     loading = {"clear_cache": more.pop("clear_cache", True)}
+    if python := more.pop("python", ""):
+        loading["python"] = python
     for manager in config.gserver_manager:
         loading["update_timeout"] = manager.flush_request_timeout
     for name, value in more.items():

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import stat
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -125,12 +126,14 @@ class TestTheJob:
         assert job_mapping(trial(), config, two(), ("slow",))["preload"] == [*PRELOAD, "slow"]
 
     def test_generation_servers_are_engines_that_receive_the_policy(self, config: ExperimentConfig) -> None:
-        config.generation_server = [GenerationServer(7, "builtin", {"max_num_seqs": 8}, "m", 1)] * 2
+        options = {"max_num_seqs": 8, "python": sys.prefix}
+        config.generation_server = [GenerationServer(7, "builtin", options, "m", 1)] * 2
         scheduling = replace(two(), generation_server=TasksGroup(2, Scheduling(gpu=0)))
         job = job_mapping(trial(), config, scheduling)
         role = job["roles"]["generation_server"]
         assert (role["kind"], role["model"], role["count"], role["device"]) == ("builtin", "m", 2, "cpu")
         assert role["args"] == ["--seed", "7", "--max-num-seqs", "8"]
+        assert role["python"] == sys.prefix
         assert job["channels"]["policy"]["receivers"] == ["generation_server"]
         spec = parse_job(job, count_slots=lambda _: 2, run_id="x")
         assert spec.role("generation_server-weights").beside == "generation_server"
