@@ -63,6 +63,7 @@ SECTIONS = {
         "rpc_name",
         "progress",
         "allowance",
+        "breakpoint",
     ],
     "Scripts that survive, and stop together": ["resilient", "ResilientState", "should_stop", "commit_job"],
     "Workloads": ["BaseWorkload", "trainer_invocation", "MasterHandle"],

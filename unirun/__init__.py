@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         WeightsTimeout,
         WorkerLost,
     )
+    from unirun.launcher.debugger import breakpoint
     from unirun.roles import (
         BaseTrainer,
         BaseWorkload,
@@ -91,6 +92,7 @@ __all__ = [
     "Workload",
     "allowance",
     "attach",
+    "breakpoint",
     "commit_job",
     "init",
     "progress",
@@ -146,6 +148,8 @@ def __getattr__(name: str) -> Any:
         home = "unirun.errors"
     elif name in _PROGRESS:
         home = "unirun.wire.progress"
+    elif name == "breakpoint":
+        home = "unirun.launcher.debugger"
     elif name == "EngineClient":
         home = "unirun.rollout"
     elif name in _TRAIN:

@@ -209,6 +209,13 @@ def _(add: Add) -> None:
     add("--store", **STORE)
 
 
+@_command("debug", "debug:main", "Debug a rank of a running job with pdb; the others go on.")
+def _(add: Add) -> None:
+    add("job", help="the job's id, or the beginning of it")
+    add("who", help="the rank: actor:2")
+    add("--store", **STORE)
+
+
 @_command(
     "stacks", "stacks:main", "Where the ranks of a running job are: equal stacks together, the odd one first."
 )

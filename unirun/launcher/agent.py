@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from unirun import atomic
 from unirun.errors import Refused, RendezvousError, WireError
 from unirun.failover.draft import addresses_of, welcome
 from unirun.failover.silence import FENCE_TIMEOUT
 from unirun.launcher import core, events
 from unirun.launcher.contact import Contact, Witness
+from unirun.launcher.debugging import Debugging
 from unirun.launcher.environment import FRESH, SpawnerKey, for_workers, mask_of
 from unirun.launcher.events import AgentState, end_of, holdings, masked
-from unirun.launcher.faults import FAULT_FILE, FAULT_SIGNAL
 from unirun.launcher.hangs import ProgressWatch
 from unirun.launcher.logs import LogFollower
 from unirun.launcher.notes import kill_note, kills_so_far, remove_draft, tail
@@ -39,6 +38,7 @@ from unirun.launcher.process import (
     spare_descriptors,
     takes_signal,
 )
+from unirun.launcher.requests import send_request
 from unirun.launcher.sickness import NodeHealth, unanswered
 from unirun.launcher.standby import following
 from unirun.launcher.timers import TimerPipe, session_of
@@ -55,6 +55,8 @@ from unirun.wire.messages import (
     AgentTask,
     AskProgress,
     AskStacks,
+    Debug,
+    DebugInput,
     EndHung,
     ExitAck,
     FollowSteps,
@@ -71,6 +73,7 @@ from unirun.wire.messages import (
 from unirun.wire.reporting import gave_up, report, report_error
 from unirun.wire.reports import (
     Borrow,
+    Debuggee,
     FromWorker,
     Join,
     Knock,
@@ -285,6 +288,7 @@ class Agent:
         self._health = NodeHealth(task.node, job.path)
         self._devices = DeviceUsage()
         self._progress = ProgressWatch(job, task.spec, lambda: self._state, self._tell, self._apply)
+        self._debugging = Debugging(job.run_id, lambda: self._state, self._tell, self._apply)
 
     def fork_spawner(self) -> None:
         """Fork the spawner of programs if the job has some. Call it before the event loop runs."""
@@ -437,15 +441,8 @@ class Agent:
 
     def _send_fault(self, fault: events.SendFault) -> None:
         """Let a worker inject a fault into itself, if it is a Python worker that has come so far."""
-        problem = "it does not run unirun's code, or not yet"
-        try:
-            if takes_signal(fault.pid, FAULT_SIGNAL):
-                atomic.replace(Path(fault.folder, FAULT_FILE), fault.text)
-                os.kill(fault.pid, FAULT_SIGNAL)
-                return
-        except OSError as error:
-            problem = str(error)
-        self._tell(Notice(str(fault.worker), f"the fault {fault.text} cannot be injected: {problem}"))
+        if problem := send_request(fault.pid, fault.folder, fault.text):
+            self._tell(Notice(str(fault.worker), f"the fault {fault.text} cannot be injected: {problem}"))
 
     def _tell(self, message: Message) -> None:
         if isinstance(message, WorkerStarted):
@@ -471,6 +468,7 @@ class Agent:
             endpoints = {role: str(endpoint) for role, endpoint in self._endpoints.items()}
             about = (self._state.node, os.getpid(), socket.gethostname(), endpoints)
             self._progress.led()
+            self._debugging.led()
             stream.send(Join(*about, workers, stores, self._state.ending, self._addr))
             for ask in self._state.asks.values():
                 stream.send(ask)
@@ -523,6 +521,10 @@ class Agent:
                         self._background(self._progress.answer(message))
                     case AskStacks():
                         self._background(self._progress.stacks(message))
+                    case Debug():
+                        self._debugging.ask(message)
+                    case DebugInput():
+                        self._debugging.typed(message)
                     case FollowSteps():
                         self._background(self._progress.follow(message))
                     case EndHung():
@@ -652,11 +654,14 @@ class Agent:
             self._tell(Notice(self._state.node, f"a connection to the agent ended early: {error}"))
             await link.close()
             return
-        who = hello.worker if isinstance(hello, Hello) else WorkerId("", 0, 0)
+        who = hello.worker if isinstance(hello, Hello | Debuggee) else WorkerId("", 0, 0)
         worker = self._state.find(who.role, who.rank)
         if worker is None or worker.who != who:
             self._tell(Notice(self._state.node, "a process that is no worker of this agent said hello"))
             await link.close()
+            return
+        if isinstance(hello, Debuggee):
+            await self._debugging.serve(worker, hello, link)
             return
         self._links.setdefault(worker.id, set()).add(link)
         try:

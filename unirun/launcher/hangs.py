@@ -27,6 +27,7 @@ from unirun.values import WorkerId
 from unirun.wire.messages import AskProgress, AskStacks, EndHung, FollowSteps
 from unirun.wire.progress import Snapshot, open_page, read_page, want_evidence
 from unirun.wire.reports import (
+    DEBUGGER,
     Late,
     Message,
     Progress,
@@ -190,7 +191,9 @@ class ProgressWatch:
         at = await self._evidence(workers) if question.evidence else {}
         found = [(each, self._read(each)) for each in workers]
         ranks = tuple(
-            progress_of(each.who, page, pid=each.pid, at=at.get(each.id, "")) for each, page in found if page
+            progress_of(each.who, page, pid=each.pid, at=at.get(each.id, ""), held=is_held(each))
+            for each, page in found
+            if page
         )
         self._tell(Progress(self._state().node, role, ranks))
 
@@ -201,7 +204,8 @@ class ProgressWatch:
         if worker is None or worker.who != order.worker or limits is None:
             return
         found = self._read(worker)
-        if found is not None and is_late(progress_of(worker.who, found), limits):
+        late = found is not None and is_late(progress_of(worker.who, found), limits)
+        if late and not is_held(worker):
             self._end(Hung(worker.id, order.why))
 
     async def _evidence(self, workers: Iterable[Worker]) -> dict[int, str]:
@@ -255,7 +259,7 @@ class ProgressWatch:
         progress = RankProgress(worker.who, state=state, traced=traced)
         shapes: tuple[str, ...] = ()
         if page is not None:
-            progress = progress_of(worker.who, page, pid=pid, at=innermost(threads))
+            progress = progress_of(worker.who, page, pid=pid, at=innermost(threads), held=is_held(worker))
         if progress.waits:
             # What was not written, or is old, lacks these collectives.
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -274,7 +278,14 @@ def steps_again(pages: Sequence[Snapshot], furthest: int) -> tuple[int, int] | N
     return min(page.first for page in pages), reached
 
 
-def progress_of(who: WorkerId, found: Snapshot, *, pid: int | None = None, at: str = "") -> RankProgress:
+def is_held(worker: Worker) -> bool:
+    """Return True if a debugger of unirun holds a worker."""
+    return bool(worker.addresses.get(DEBUGGER))
+
+
+def progress_of(
+    who: WorkerId, found: Snapshot, *, pid: int | None = None, at: str = "", held: bool = False
+) -> RankProgress:
     """The progress of a worker by its page; with its `pid`, also what the kernel says of the process."""
     now = time.monotonic_ns()
     state, traced = state_of(pid) if pid is not None else ("", False)
@@ -289,7 +300,7 @@ def progress_of(who: WorkerId, found: Snapshot, *, pid: int | None = None, at: s
         allowed=max(found.allowed - now, 0) / 1e9,
         waits=_waits(found.text),
         state=state,
-        traced=traced,
+        traced=traced or held,
         mute=max(now - found.beat, 0) / 1e9 if found.beat else 0.0,
         at=at,
     )

@@ -27,8 +27,8 @@ from typing import Any
 
 from unirun import atomic
 from unirun.errors import UnirunError, UsageError
-from unirun.launcher.faults import await_faults
 from unirun.launcher.process import set_command_line, set_title
+from unirun.launcher.requests import await_requests
 from unirun.launcher.sampler import answer_for_stacks, watch_myself
 from unirun.wire.blocking import BlockingStream, open_link
 from unirun.wire.reporting import report, report_error
@@ -134,7 +134,7 @@ def run(kind: str, target: str, args: tuple[str, ...]) -> None:
     atexit.register(wait_for_threads)
     answer_for_stacks()
     watch_myself(os.environ)
-    await_faults(os.environ)
+    await_requests(os.environ)
     owner = os.getpid()
     title = f"{os.environ['UNIRUN_ROLE']}:{os.environ['UNIRUN_RANK']}"
     set_title(title)

@@ -22,6 +22,7 @@ from unirun.wire.blocking import BlockingStream, open_link, out_of_the_way
 from unirun.wire.messages import RoleBrief, RoleView, View, Welcome, updated
 from unirun.wire.progress import page
 from unirun.wire.reports import (
+    DEBUGGER,
     CommitJob,
     LocalEngines,
     MasterReply,
@@ -54,7 +55,8 @@ class Peer:
     """The worker that holds a rank now.
 
     `endpoint` is empty unless it serves calls; `gone`: it has died; `over`: it will not serve any more. `generation` is
-    that of its role's process group, and `whole` says whether no rank of the role is without a worker.
+    that of its role's process group, and `whole` says whether no rank of the role is without a worker. `held`: it is
+    debugged.
     """
 
     address: WorkerId
@@ -63,6 +65,7 @@ class Peer:
     gone: bool = False
     over: bool = False
     whole: bool = True
+    held: bool = False
 
 
 class Peers:
@@ -175,6 +178,7 @@ class Peers:
             gone=worker.phase == "lost",
             over=worker.phase == "ended",
             whole=whole[role],
+            held=bool(worker.addresses.get(DEBUGGER)),
         )
 
     def tell(self, message: Message) -> None:

@@ -2,16 +2,17 @@
 
 ============  =======================================================================
 agent→master  Join Heartbeat SpawnerReady StoreOpened StoreEnded Notice Sample Late Progress Stacks Knock
-              ViewWanted Placed
+              ViewWanted Placed DebugOutput DebugEnded
               WorkerStarted WorkerRunning WorkerExited FromWorker (Serving Listening GroupFormed Resilient Boundary
               Metrics Calls MasterRequest CommitJob Health)
 master→agent  Appointed Heartbeat OpenStore Reserve StartRole StopWorkers PassOn Inject ExitAck View MasterReply
-              Shutdown AskProgress AskStacks EndHung FollowSteps
+              Shutdown AskProgress AskStacks EndHung FollowSteps Debug DebugInput
 worker→agent  Hello Serving Listening GroupMeets GroupFormed Resilient Boundary Stuck Metrics Calls MasterRequest
-              CommitJob WorkerError ViewWanted EngineWeights ProgressPage
-agent→worker  Welcome View MasterReply LocalEngines
-CLI→master    Attach Stop PassOn Drain Inject AskStacks Heartbeat
-master→CLI    Heartbeat WorkerOutput RoleChanged Notice Drained Injected StacksAsked Stacks Ended
+              CommitJob WorkerError ViewWanted EngineWeights ProgressPage; Debuggee DebugOutput DebugEnded
+agent→worker  Welcome View MasterReply LocalEngines; Debug DebugInput
+CLI→master    Attach Stop PassOn Drain Inject AskStacks Debug DebugInput Heartbeat
+master→CLI    Heartbeat WorkerOutput RoleChanged Notice Drained Injected StacksAsked Stacks DebugOutput DebugEnded
+              Ended
 visitor→master Visit ViewWanted Grow
 master→visitor Welcome View Ended
 agent→spawner Spawn OpenStore Kill (`unirun.wire.reports`)
@@ -265,6 +266,23 @@ class StacksAsked(Message):
     """The master's first answer to `AskStacks`: an answer of each of these `nodes` follows."""
 
     nodes: tuple[str, ...]
+
+
+class Debug(Message):
+    """Asks for a debugger in the worker of a rank of `role`. The master passes it on with a `number`."""
+
+    role: str
+    rank: int
+    number: int = 0
+
+
+class DebugInput(Message):
+    """A line for the debugger with the request `number`; or it is to take hold of its worker again (``interrupt``), or
+    to let it go (``detach``)."""
+
+    line: str = ""
+    control: Literal["line", "interrupt", "detach"] = "line"
+    number: int = 0
 
 
 class EndHung(Message):

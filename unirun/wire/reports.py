@@ -576,3 +576,34 @@ class Stacks(Message):
     node: str
     number: int
     ranks: tuple[RankStacks, ...]
+
+
+# Debuggers, for ``unirun debug``.
+
+DEBUGGER = "debugger"
+"""In the addresses of a worker: a debugger holds it. The text is empty when none does any more."""
+
+
+class Debuggee(Message):
+    """A worker's first message on a stream of its own, on which its debugger talks: it answers the request `number`,
+    or (0) waits at `where` for one, `patience` seconds at most."""
+
+    worker: WorkerId
+    number: int = 0
+    where: str = ""
+    patience: float = 0.0
+
+
+class DebugOutput(Message):
+    """The output of a debugger, for the command with the request `number`; `asks`: it waits for a line."""
+
+    text: str
+    asks: bool = False
+    number: int = 0
+
+
+class DebugEnded(Message):
+    """A debugger has let its worker go; with a `problem` there is none, or the worker is gone."""
+
+    number: int = 0
+    problem: str = ""

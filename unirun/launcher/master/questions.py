@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from unirun.failover.state import JobState
 from unirun.wire.aio import Stream
-from unirun.wire.messages import AskStacks, StacksAsked
-from unirun.wire.reports import Stacks
+from unirun.wire.messages import AskStacks, Debug, DebugInput, StacksAsked
+from unirun.wire.reports import DebugEnded, DebugOutput, Stacks
 
 
 class Questions:
@@ -21,6 +21,8 @@ class Questions:
     def __init__(self, agents: Mapping[str, Stream], state: Callable[[], JobState]) -> None:
         self._agents, self._state = agents, state
         self._asked: dict[int, Stream] = {}
+        # The nodes of the workers that commands debug, by the numbers of the requests.
+        self._debugged: dict[int, str] = {}
         self._number = 0
 
     def ask(self, question: AskStacks, stream: Stream) -> None:
@@ -42,12 +44,34 @@ class Questions:
         for node in nodes:
             self._agents[node].send(replace(question, number=self._number))
 
-    def answered(self, answer: Stacks) -> None:
+    def debug(self, request: Debug, stream: Stream) -> None:
+        """Ask the agent of a rank for a debugger."""
+        role = self._state().roles.get(request.role)
+        worker = role.workers[request.rank] if role and 0 <= request.rank < len(role.workers) else None
+        if worker is None or not worker.live or worker.node not in self._agents:
+            stream.send(DebugEnded(problem="it has no process now"))
+            return
+        self._number += 1
+        self._asked[self._number], self._debugged[self._number] = stream, worker.node
+        self._agents[worker.node].send(replace(request, number=self._number))
+
+    def typed(self, word: DebugInput, stream: Stream) -> None:
+        """Pass on what the user of a debugger has typed."""
+        for number, node in self._debugged.items():
+            if self._asked[number] is stream and node in self._agents:
+                self._agents[node].send(replace(word, number=number))
+
+    def answered(self, answer: Stacks | DebugOutput | DebugEnded) -> None:
         """Pass an answer on, if the command is still there."""
         if (stream := self._asked.get(answer.number)) is not None:
             stream.send(answer)
+        if isinstance(answer, DebugEnded):
+            self._asked.pop(answer.number, None)
+            self._debugged.pop(answer.number, None)
 
     def leave(self, stream: Stream) -> None:
-        """A command has gone."""
+        """A command has gone; what it has debugged goes on."""
+        self.typed(DebugInput(control="detach"), stream)
         for number in [number for number, each in self._asked.items() if each is stream]:
             del self._asked[number]
+            self._debugged.pop(number, None)

@@ -64,6 +64,8 @@ from unirun.wire.messages import (
     Appointed,
     AskStacks,
     Attach,
+    Debug,
+    DebugInput,
     Dismissed,
     Drain,
     Ended,
@@ -81,6 +83,8 @@ from unirun.wire.messages import (
 from unirun.wire.reporting import gave_up, report, report_error
 from unirun.wire.reports import (
     Arrivals,
+    DebugEnded,
+    DebugOutput,
     FromWorker,
     Join,
     Knock,
@@ -676,7 +680,7 @@ class Master:
                     self.hangs.late(message)
                 elif isinstance(message, Progress):
                     self.hangs.answered(message)
-                elif isinstance(message, Stacks):
+                elif isinstance(message, Stacks | DebugOutput | DebugEnded):
                     self._questions.answered(message)
                 elif isinstance(message, StepsAgain):
                     self.steps.again(message)
@@ -713,6 +717,10 @@ class Master:
                     self._apply(message)
                 elif isinstance(message, AskStacks):
                     self._questions.ask(message, stream)
+                elif isinstance(message, Debug):
+                    self._questions.debug(message, stream)
+                elif isinstance(message, DebugInput):
+                    self._questions.typed(message, stream)
                 elif isinstance(message, Notice):
                     self._log.write("notice", message.text)
                 elif isinstance(message, Heartbeat):

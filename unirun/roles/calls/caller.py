@@ -13,6 +13,7 @@ role, and a worker that is in a later one refuses its part.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections import defaultdict, deque
@@ -331,6 +332,8 @@ class Caller:
         self._seqs = itertools.count(1)
         self._losses = ReportedLosses(peers, restarted=me.incarnation > 0)
         self._deadlines: dict[float, Deadlines[Call]] = {}
+        # The time until which a rank of a role was debugged, infinite while one is.
+        self._debugged: dict[str, float] = {}
         self._opened: dict[WorkerId, str] = {}
         self._turn = itertools.count()
         self._turns: dict[str, dict[int, int]] = defaultdict(dict)
@@ -548,13 +551,19 @@ class Caller:
         with self._lock:
             waiting = list(self._parked)
             connections = list(self._connections.values())
+        held = set()
         for connection in connections:
             address = connection.address
             peer = self._peers.find(address.role, address.rank)
+            if peer.held:
+                held.add(address.role)
             if peer.address != address or peer.gone or peer.over:
                 self._lose(connection, peer)
                 if peer.address != address:
                     self._connections.pop(address, None)
+        for role in held | self._debugged.keys():
+            until = self._debugged.get(role, math.inf)
+            self._debugged[role] = math.inf if role in held else min(until, self._scheduler.now())
         refused, self._refused = self._refused, []
         for call, index, generation in refused:
             self._was_refused(call, index, generation)
@@ -634,6 +643,11 @@ class Caller:
         call.finish()
 
     def _expire(self, call: Call) -> None:
+        deadlines = self._deadlines[call.prepared.timeout]
+        if self._debugged.get(call.prepared.role, -math.inf) > self._scheduler.now() - deadlines.seconds:
+            # Its time begins again: the worker had less of it.
+            deadlines.add(call)
+            return
         if self._spans.on:
             self._trace(call)
         self._forget(call)

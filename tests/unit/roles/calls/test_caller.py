@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from tests.sim.calls.threads import FakeScheduler
 from tests.sim.fake_clock import FakeClock
 from tests.waiting import WAIT_TIMEOUT
-from unirun.errors import ChannelError, WorkerLost
+from unirun.errors import ChannelError, InvocationTimeout, WorkerLost
 from unirun.roles import InvocationRef
 from unirun.roles.calls.caller import GROUP_ERROR_DELAY, Caller
 from unirun.roles.calls.codec import (
@@ -189,6 +190,49 @@ class Pair(FakePeers):
     def find(self, role: str, rank: int) -> Peer:
         """Always the same."""
         return Peer(WorkerId(role, rank, 0), "here", self.generation)
+
+
+def test_the_deadline_of_a_call_begins_again_while_a_rank_of_its_role_is_debugged_and_after_that() -> None:
+    class Debugged(Pair):
+        held = False
+
+        def find(self, role: str, rank: int) -> Peer:
+            return replace(super().find(role, rank), held=self.held and rank == 1)
+
+    clock, fake_transport, directory = FakeClock(), FakeTransport(), Debugged()
+    changed: list[Callable[[], None]] = []
+    directory.when_changed = changed.append  # type: ignore[method-assign]
+    caller = Caller(
+        WorkerId("trainer", 0, 0),
+        directory,
+        fake_transport,
+        call_timeout=60.0,
+        scheduler=FakeScheduler(clock),
+    )
+    began = clock.now
+    ref = caller.invoke(caller.method("actor", "step", Invocation(blocking=False)), (), {})
+
+    def run_until(when: float) -> None:
+        caller._scheduler.at(when, lambda: None)
+        while clock.now < when:
+            assert clock.run_next()
+
+    def tell(*, held: bool) -> None:
+        directory.held = held
+        changed[0]()
+        run_until(clock.now + 0.01)
+
+    run_until(began + 30)
+    tell(held=True)
+    run_until(began + 150)
+    assert not ref.done()
+    tell(held=False)
+    # It was renewed at 120 s, and is at 180 s, as it was debugged since.
+    run_until(began + 239)
+    assert not ref.done()
+    run_until(began + 241)
+    with pytest.raises(InvocationTimeout):
+        ref.result(0)
 
 
 def test_a_callback_runs_in_another_thread_than_the_one_that_brings_the_answer() -> None:

@@ -1,0 +1,84 @@
+"""Requests of an agent to a Python worker: a fault that it injects into itself (``unirun inject``), or a debugger
+(``unirun debug``).
+
+The agent writes the request to a file in the worker's directory, and sends a signal. The handler is Python's, so the
+worker answers as soon as the main thread executes Python code: not while it is in a call of native code.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from unirun import atomic
+from unirun.launcher.process import takes_signal
+from unirun.wire.reporting import report
+
+REQUEST_SIGNAL = signal.SIGRTMAX - 3
+"""The signal; SIGUSR1 and SIGUSR2 are the user's."""
+
+REQUEST_FILE = "request"
+"""The file with the request, such as ``exit=3``."""
+
+
+def send_request(pid: int, folder: str, text: str) -> str:
+    """Ask the worker that has the process `pid`, and the `folder`. Returns the problem, empty if it was asked."""
+    try:
+        if takes_signal(pid, REQUEST_SIGNAL):
+            atomic.replace(Path(folder, REQUEST_FILE), text)
+            os.kill(pid, REQUEST_SIGNAL)
+            return ""
+    except OSError as error:
+        return str(error)
+    return "it does not run unirun's code, or not yet"
+
+
+def await_requests(environ: Mapping[str, str]) -> None:
+    """Let this worker take requests, when it is started."""
+    folder = Path(environ["TORCHELASTIC_ERROR_FILE"]).parent
+    signal.signal(REQUEST_SIGNAL, partial(_take, folder / REQUEST_FILE))
+
+
+def _take(path: Path, _signum: int, frame: FrameType | None) -> None:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        report(f"unirun: no request can be read from {path}: {error.strerror}")
+        return
+    what, _, amount = text.partition("=")
+    if what == "debug":
+        # Imported here: pdb is for those that are debugged.
+        from unirun.launcher.debugger import attach
+
+        attach(int(amount), frame)
+        return
+    report(f"unirun: the fault {text} is injected")
+    match what:
+        case "exit":
+            os._exit(int(amount))
+        case "oom":
+            raise MemoryError("injected by unirun inject")
+        case "hang":
+            _hang()
+        case "hang-gil":
+            _hang_with_the_gil()
+
+
+def _hang() -> NoReturn:
+    while True:
+        time.sleep(3600)
+
+
+def _hang_with_the_gil() -> NoReturn:
+    import ctypes
+
+    # Functions of a PyDLL are called without a release of the GIL.
+    pause = ctypes.PyDLL(None).pause
+    while True:
+        pause()
