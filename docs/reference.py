@@ -148,6 +148,7 @@ SECTIONS = {
         ),
         *("experiments.GenerationServer", "experiments.GserverManager", "experiments.RolloutWorker"),
         *("experiments.WorkerInformation", "experiments.AutomaticEvaluator", "experiments.RecoverInfo"),
+        *("experiments.WandBConfig", "experiments.TensorBoardConfig"),
         *("experiments.Allocation", "experiments.model_workers"),
     ],
     "Graphs of model function calls": [

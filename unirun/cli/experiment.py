@@ -16,6 +16,7 @@ from unirun.cli.commands import call
 from unirun.cli.output import print_table
 from unirun.errors import EXIT_USAGE, Fault, SpecError, UsageError
 from unirun.launcher.foreground.terminal import say, warn
+from unirun.spec.read import id_stem
 
 FINAL = (EXIT_USAGE, 130, 143)
 """Exit codes after which a trial is not started again: a usage error, or a user's SIGINT or SIGTERM."""
@@ -66,7 +67,7 @@ def start(options: Any) -> int:
         while True:
             # A job may run without its command, too.
             starting.refuse_running(root)
-            run_id = f"{mapping['name']}-{secrets.token_hex(3)}"
+            run_id = f"{id_stem(mapping['name'])}-{secrets.token_hex(3)}"
             with starting.job_file(root, config, mapping, run_id) as path:
                 warn(f"trial {name}/{trial}, files in {root}")
                 code = _run(path, where)

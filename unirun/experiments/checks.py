@@ -47,6 +47,7 @@ from unirun.experiments.graph import (
 )
 from unirun.experiments.models.api import FILE, ModelInterface
 from unirun.experiments.orders import check_reductions
+from unirun.experiments.tracking import tracker_faults
 from unirun.observe.jobdir import unirun_home
 from unirun.wire.reporting import report
 
@@ -93,8 +94,7 @@ def _malformed_faults(config: ExperimentDescription) -> Faults:
     for call in config.model_rpcs:
         where, name, kind = f"model_rpcs.{call.name}", call.model_name, call.interface_type
         if not isinstance(name, ModelName):
-            remedy = f"write ModelName({str(name)!r})"
-            yield Fault(where, f"model_name is {name!r}, which is no ModelName", remedy)
+            yield Fault(where, f"model_name is {name!r}, which is no ModelName", "write ModelName('actor')")
         if not isinstance(kind, ModelInterfaceType):
             problem = f"interface_type is {kind!r}, which is no ModelInterfaceType"
             yield Fault(where, problem, f"it is one of {kinds}")
@@ -133,10 +133,27 @@ def _call_faults(config: ExperimentDescription) -> Faults:
         if of_ours and getattr(cls, method) is getattr(ModelInterface, method):
             problem = f"interface {call.interface_impl.type_!r} does not define {method}()"
             yield Fault(where, problem, "define it, or correct interface_type or interface_impl")
+        elif of_ours:
+            yield from _method_faults(where, call, getattr(cls, method))
         try:
             check_reductions(getattr(cls, "reductions", {}))
         except UsageError as error:
             yield Fault(where, error.problem, error.remedy)
+
+
+def _method_faults(where: str, call: MFCDef, method: Any) -> Faults:
+    """A method of an interface that cannot be called as workers call it."""
+    given = (
+        ("model", "sample")
+        if call.interface_type is ModelInterfaceType.EVALUATE
+        else ("model", "sample", "spec")
+    )
+    try:
+        inspect.signature(method).bind(None, *given)
+    except TypeError as error:
+        name = f"{call.interface_impl.type_!r}: {method.__name__}()"
+        remedy = f"write def {method.__name__}(self, {', '.join(given)})"
+        yield Fault(where, f"interface {name} is called with {', '.join(given)}: {error}", remedy)
 
 
 def _hook_faults(config: ExperimentDescription) -> Faults:
@@ -171,9 +188,16 @@ def _model_faults(config: ExperimentDescription) -> Faults:
             yield Fault(f"model_rpcs.{call.name}", problem, f"there are: {_listed(map(str, models))}")
     for call in config.model_rpcs:
         ranks = models[call.model_name].id.topo.get_dim("data") if call.model_name in models else 1
+        passes, least = call.mb_spec.n_mbs, call.min_n_seqs_per_pass
         if call.n_seqs < ranks:
             problem = f"n_seqs is {call.n_seqs}, and {call.model_name} has {ranks} data-parallel ranks"
             yield Fault(f"model_rpcs.{call.name}", problem, "make n_seqs larger, or have fewer of them")
+        elif call.n_seqs < ranks * passes * least:
+            problem = (
+                f"n_seqs is {call.n_seqs}, and {ranks} data-parallel ranks with {passes} micro-batches of "
+                f"{least:g} at least (min_n_seqs_per_pass) need {ranks * passes * least:g}"
+            )
+            yield Fault(f"model_rpcs.{call.name}", problem, "make n_seqs larger, or one of these smaller")
     used = {other for call in config.model_rpcs for other in (*call.reads, *call.writes)}
     for name in models:
         if name not in used:
@@ -499,9 +523,9 @@ _SOURCE = inspect.signature(read_rows)
 
 
 def file_faults(config: ExperimentDescription) -> list[Fault]:
-    """Files and directories that a trial needs and that are not on this host, held-out data that is too small, and
-    more new tokens than networks have positions."""
-    return [*_file_faults(config), *_length_faults(config)]
+    """Libraries of trackers, files and directories that a trial needs and that are not on this host, held-out data that
+    is too small, and more new tokens than networks have positions."""
+    return [*tracker_faults(config), *_file_faults(config), *_length_faults(config)]
 
 
 def _file_faults(config: ExperimentDescription) -> Faults:

@@ -151,13 +151,13 @@ class Scheduling:
     cpu: int = 1
     gpu: int = 0
     mem: int = 0
-    nodelist: str = ""
-    exclude: str = ""
-    container_image: str = ""
+    nodelist: str | None = None
+    exclude: str | None = None
+    container_image: str | None = None
     env_vars: dict[str, str] = field(default_factory=dict)
-    time_limit: str = ""
-    begin: str = ""
-    deadline: str = ""
+    time_limit: str | None = None
+    begin: str | None = None
+    deadline: str | None = None
 
     @staticmethod
     def master_worker_default(**kwargs: Any) -> Scheduling:
@@ -235,7 +235,8 @@ class StandaloneModelShardAbstraction:
 @dataclass
 class ModelWorker:
     """A process with shards of some models, at most one of each. The workers of the model that is called first read
-    `datasets`, one after the other, which have the same keys; those of other workers are ignored."""
+    `datasets`, one after the other, which have the same keys; those of other workers are ignored. A text is a dataset
+    without arguments."""
 
     base_seed: int
     shards: list[StandaloneModelShardAbstraction]
@@ -249,6 +250,15 @@ class ModelWorker:
     cuda_cache_clear_freq: int = 10
     torch_cache_mysophobia: bool = False
     profile_mode: bool = False
+
+    def __post_init__(self) -> None:
+        self.tokenizer_name_or_path = self.tokenizer_name_or_path or ""
+        self.datasets = _as_datasets(self.datasets)
+
+
+def _as_datasets(given: Sequence[str | DatasetAbstraction] | None) -> list[DatasetAbstraction]:
+    """The datasets as AReaL may write them: by their names, or None for none."""
+    return [DatasetAbstraction(each) if isinstance(each, str) else each for each in given or ()]
 
 
 @dataclass
@@ -301,6 +311,9 @@ class RolloutWorker:
     use_dataset_cache: bool = False
     dataset_cahce_root: str | None = None
 
+    def __post_init__(self) -> None:
+        self.datasets = _as_datasets(self.datasets)
+
 
 @dataclass
 class MasterWorker:
@@ -320,6 +333,30 @@ class AutomaticEvaluator:
 
     dataset: DatasetAbstraction | None = None
     role: str = ""
+
+
+@dataclass
+class WandBConfig:
+    """A run of Weights & Biases that gets the figures of each step, unless `mode` is ``disabled``; it may be ``online``
+    or ``offline``. Without `project` and `name`, these are the names of the experiment and of the trial. `config` is
+    logged besides the settings of the trial."""
+
+    mode: str = "disabled"
+    entity: str | None = None
+    project: str | None = None
+    name: str | None = None
+    job_type: str | None = None
+    group: str | None = None
+    notes: str | None = None
+    tags: list[str] | None = None
+    config: dict[str, Any] | None = None
+
+
+@dataclass
+class TensorBoardConfig:
+    """The directory of the event files that get the figures of each step; None: there are none."""
+
+    path: str | None = None
 
 
 @dataclass(frozen=True)
@@ -358,6 +395,8 @@ class ExperimentDescription:
     auto_eval: bool = False
     evaluator: AutomaticEvaluator = field(default_factory=AutomaticEvaluator)
     call_timeout: float = 2 * 3600.0
+    wandb: WandBConfig = field(default_factory=WandBConfig)
+    tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
 
     def __post_init__(self) -> None:
         first = self.model_worker[0] if self.model_worker else None
@@ -392,6 +431,8 @@ WITHOUT_EFFECT = {
     "worker_tag": "workers have a type and an index",
     "host_key": _KEYS,
     "watch_keys": _KEYS,
+    "model_type": "a network has the type that its configuration names",
+    "model_path": "a network comes from its ModelAbstraction",
     "controller_image": "the command is the controller, and container_image is that of the workers",
 }
 """Fields that configurations of ReaLHF and AReaL may have, by name, with what is in their place."""
@@ -406,6 +447,11 @@ def without_effect(config: ExperimentDescription, scheduling: ExperimentScheduli
         for each in (scheduling, *workers, *about)
         for one in fields(each)
         if one.name in WITHOUT_EFFECT and getattr(each, one.name) != one.default
+    }
+    given |= {
+        f"MFCDef.{name}": WITHOUT_EFFECT[name]
+        for name in ("model_type", "model_path")
+        if any(getattr(call, name) is not None for call in config.model_rpcs)
     }
     return [f"{name} has no effect: {why}" for name, why in given.items()]
 
@@ -596,6 +642,13 @@ def register_dataset(name: str, cls: Any) -> None:
     if not isinstance(getattr(cls, "keys", None), tuple):
         raise UsageError(
             f"dataset {name!r} does not say which keys it has", "give the class keys = ('prompt', …), a tuple"
+        )
+    # torch's IterableDataset inherits a __getitem__ that only raises.
+    own = [vars(each) for each in getattr(cls, "__mro__", ()) if not each.__module__.startswith("torch.")]
+    if hasattr(cls, "__iter__") and not any("__getitem__" in names for names in own):
+        raise UsageError(
+            f"dataset {name!r} can only be iterated over, and samples are read by number, as the master says",
+            "give the class __len__ and __getitem__; n_seqs is the size of a batch, and mb_spec splits it by tokens",
         )
     DATASETS.register(name, cls)
 

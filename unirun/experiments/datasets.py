@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from unirun.errors import Fault, SpecError
+from unirun.errors import Fault, SpecError, UsageError
 from unirun.experiments.config import Registry, register_dataset
 from unirun.experiments.sample import SequenceSample
 
@@ -72,6 +72,11 @@ def content_of(dataset: Dataset) -> str:
     of the dataset, or else with a digest of some samples that are spread over it. For samples that are drawn
     at random it is the number alone."""
     count = len(dataset)
+    if count and not isinstance(first := dataset[0], SequenceSample):
+        raise UsageError(
+            f"dataset {type(dataset).__name__} has a {type(first).__name__} as a sample, which is no SequenceSample",
+            "return SequenceSample.of({key: [tensor]}, [id])",
+        )
     known = getattr(dataset, "fingerprint", None)
     if known is not None:
         return f"{count} samples, {known}"

@@ -29,7 +29,7 @@ from unirun.experiments.config import (
     instantiated,
     sync_param_pairs,
 )
-from unirun.experiments.graph import NAME_RULE, build_graph, is_name
+from unirun.experiments.graph import build_graph
 from unirun.values import Value
 
 # What an experiment returns.
@@ -52,6 +52,8 @@ class ExperimentConfig(ExperimentDescription):
             raise SpecError(found)
         calls = calls_with_hooks(self)
         graph = build_graph(calls, dataset_keys(self))
+        for call in self.model_rpcs:
+            call.joins(graph)
         owners = instantiated(calls)
         for worker in self.model_worker:
             for shard in worker.shards:
@@ -117,8 +119,10 @@ class Trial(Value):
     accept: tuple[str, ...] = ()
 
 
-MAX_NAME_CHARACTERS = 55
-"""Characters of both names together: a job's id has eight more, and 63 at most."""
+NAME_RULE = "use printable characters without '/', the first no '-' or '.', and at most 100 bytes"
+"""The rule for names of experiments and trials in words, as the remedy of an error."""
+
+MAX_NAME_BYTES = 100
 
 
 class Experiment:
@@ -154,17 +158,12 @@ def make_experiment(name: str) -> Experiment:
 
 
 def check_names(experiment: str, trial: str) -> None:
-    """Raise `UsageError` for names that a path or a key cannot have."""
-    if len(experiment) + len(trial) > MAX_NAME_CHARACTERS:
-        raise UsageError(
-            f"{experiment!r} and {trial!r} have {len(experiment) + len(trial)} characters",
-            f"use {MAX_NAME_CHARACTERS} at most for both",
-        )
-    for what, name in (("experiment", experiment), ("trial", trial)):
-        if not is_name(name):
-            raise UsageError(
-                f"{name!r} is no name for {'an' if what == 'experiment' else 'a'} {what}", NAME_RULE
-            )
+    """Raise `UsageError` for names that no directory should have."""
+    for what, name in (("an experiment", experiment), ("a trial", trial)):
+        # A path without ".." stays below its top, and one without a dash first is no option of a command.
+        shown = name.isprintable() and name == name.strip() and "/" not in name
+        if not shown or name[:1] in ("", "-", ".") or len(name.encode()) > MAX_NAME_BYTES:
+            raise UsageError(f"{name!r} is no name for {what}", NAME_RULE)
 
 
 def import_modules(modules: Sequence[str], folder: str = "") -> None:

@@ -20,7 +20,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import force_setattr, replace
 
 from unirun.errors import Fault, SpecError, UsageError
 from unirun.values import Value
@@ -30,19 +30,9 @@ from unirun.values import Value
 AXES = ("pipe", "data", "tensor")
 """The parallel axes of a model; this order is the usual one: ranks of one tensor-parallel group are neighbours."""
 
-_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?")
-
 _PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 
-NAME_RULE = "use letters and digits, and '-' and '.' between them"
-"""The rule in words, as the remedy of an error."""
-
 PART_RULE = "use letters, digits and '_', and '-' and '.' between them"
-
-
-def is_name(value: object) -> bool:
-    """Return True if an experiment or a trial may have this name: it is a part of a path, and of a job's id."""
-    return isinstance(value, str) and _NAME.fullmatch(value) is not None and ".." not in value
 
 
 def is_part(value: object) -> bool:
@@ -222,15 +212,19 @@ class OffloadHook(Value, tag="offload"):
 Hook = ParamReallocHook | OffloadHook
 
 
-class MFCDef(Value):
+class MFCDef(Value, dict=True, gc=True):
     """A model function call: what `interface_impl` does with the model `model_name`, once in each step, for `n_seqs`
     ids (samples of the dataset; an id may have several sequences). All calls of an experiment have the same `n_seqs`.
+    ``"actor"`` as its model is ``ModelName("actor")``.
 
     It needs `input_keys` of each id and adds `output_keys`. The interface may call them by other names
     (`input_key_remap`: name of the data → name in the interface; `output_key_remap`: the reverse). `pre_hooks` and
     `post_hooks` run before and after it. With `balanced_dp`, data-parallel ranks get equally many ids instead of
     equally many tokens. `log_return_value`: what a train step returns is printed. Data that it makes and that is not
-    finite is an error, unless `error_if_nonfinite` is False: then it is passed on as it is.
+    finite is an error, unless `error_if_nonfinite` is False: then it is passed on as it is. A configuration in which a
+    micro-batch of a rank would have fewer ids than `min_n_seqs_per_pass` is refused.
+
+    Its neighbours (`parents`, `is_src`, …) are known once `ExperimentConfig.lazy_init` has made the graph.
     """
 
     name: str
@@ -248,11 +242,79 @@ class MFCDef(Value):
     pre_hooks: tuple[Hook, ...] = ()
     post_hooks: tuple[Hook, ...] = ()
     error_if_nonfinite: bool = True
+    min_n_seqs_per_pass: float = 0.0
+    model_type: Any = None
+    model_path: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model_name, str):
+            force_setattr(self, "model_name", ModelName(self.model_name))
 
     @property
     def role(self) -> str:
         """The role of its model."""
         return self.model_name.role
+
+    # Its place in the graph.
+
+    @property
+    def graph(self) -> Graph:
+        """The graph that it is a part of. Raises `UsageError` before that is made."""
+        found: Graph | None = self.__dict__.get("_graph")
+        if found is None:
+            raise UsageError(
+                f"call {self.name!r} is in no graph yet", "ExperimentConfig.lazy_init() makes it"
+            )
+        return found
+
+    def joins(self, graph: Graph) -> None:
+        """Let the call know the graph that it is a part of."""
+        # It is no field: a graph is not a part of what a call is.
+        self.__dict__["_graph"] = graph
+
+    @property
+    def parents(self) -> list[MFCDef]:
+        """The calls that it waits for."""
+        return [self.graph.calls[name] for name in self.graph.parents(self.name)]
+
+    @property
+    def children(self) -> list[MFCDef]:
+        """The calls that wait for it."""
+        return [self.graph.calls[name] for name in self.graph.children(self.name)]
+
+    def all_successors(self) -> list[MFCDef]:
+        """The calls that wait for it, for one of those, and so on, each once."""
+        found = {call.name: call for child in self.children for call in (child, *child.all_successors())}
+        return [*found.values()]
+
+    @property
+    def is_src(self) -> bool:
+        """True if it waits for no call: it begins with data."""
+        return not self.parents
+
+    @property
+    def is_dst(self) -> bool:
+        """True if no call waits for it."""
+        return not self.children
+
+    @property
+    def is_dst_of_model_role(self) -> bool:
+        """True if no later call uses a model of its role."""
+        return all(call.role != self.role for call in self.all_successors())
+
+    @property
+    def data_producers(self) -> dict[str, ModelName]:
+        """For each key that a call of the graph makes, the model of that call."""
+        return {key: call.model_name for call in self.graph.calls.values() for key in call.output_keys}
+
+    @property
+    def data_consumers(self) -> dict[str, list[ModelName]]:
+        """For each key that calls of the graph need, the models of those calls."""
+        found: dict[str, list[ModelName]] = {}
+        for call in self.graph.calls.values():
+            for key in call.input_keys:
+                found.setdefault(key, []).append(call.model_name)
+        return found
 
     def hooked(self, pre: Hook | None = None, post: Hook | None = None) -> MFCDef:
         """The same call with one more hook before or after it, unless it has that already."""
@@ -291,7 +353,7 @@ class MFCDef(Value):
         return frozenset(found)
 
 
-class Graph(Value):
+class Graph(Value, gc=True):
     """Calls by name, in the order in which they were given, and what each needs from which other."""
 
     calls: dict[str, MFCDef]
@@ -338,7 +400,10 @@ def build_graph(calls: Sequence[MFCDef], dataset_keys: Collection[str]) -> Graph
     faults = graph_faults(calls, dataset_keys)
     if faults:
         raise SpecError(faults)
-    return _graph(calls)
+    graph = _graph(calls)
+    for call in calls:
+        call.joins(graph)
+    return graph
 
 
 def _graph(calls: Sequence[MFCDef]) -> Graph:
@@ -391,6 +456,8 @@ def _call_faults(
     where = f"model_rpcs.{call.name}"
     if call.n_seqs < 1:
         yield Fault(where, f"n_seqs={call.n_seqs}", "it is 1 or more")
+    if not call.min_n_seqs_per_pass >= 0:
+        yield Fault(where, f"min_n_seqs_per_pass={call.min_n_seqs_per_pass}", "it is 0 or more")
     if call.mb_spec.n_mbs < 1 or call.mb_spec.max_tokens_per_mb < 1:
         yield Fault(where, f"mb_spec is {call.mb_spec}", "both are 1 or more")
     if not call.input_keys:

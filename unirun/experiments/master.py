@@ -23,7 +23,7 @@ from unirun.errors import (
 )
 from unirun.experiments.buffer import BUFFER_RANK, TakenFile
 from unirun.experiments.config import done, passed
-from unirun.experiments.experiment import import_modules, resolve, trial_of
+from unirun.experiments.experiment import import_modules, resolve, trial_of, with_settings
 from unirun.experiments.models.api import FinetuneSpec
 from unirun.experiments.orders import LOST, STEPS_IN_FLIGHT, Step, means, reductions_of, startable
 from unirun.experiments.recovery import (
@@ -38,7 +38,9 @@ from unirun.experiments.recovery import (
 )
 from unirun.experiments.source import TrajectorySource
 from unirun.experiments.starting import end_of, job_of, make_root
+from unirun.experiments.tracking import tracked_settings, trackers
 from unirun.roles import BaseTrainer, wait
+from unirun.train.callbacks.base import Callbacks
 from unirun.train.data.plan import SampleOrder
 from unirun.train.losses import LOSS_REPORT_TIMEOUT, Repeats, kind_of, loss_of
 from unirun.wire.reporting import report
@@ -93,6 +95,12 @@ class MasterWorkerProcess(BaseTrainer):
             self._attempt = int(time.time() * 1000)
             self._saved = config.evaluated().role if config.auto_eval else ""
             self._manager = next(iter(config.gserver_manager), None)
+            self._trackers = Callbacks(
+                trackers(config, self._trial.experiment, self._trial.trial, job_of(self._root))
+            )
+            self._tracked = tracked_settings(
+                config, with_settings(self._trial.experiment, self._trial.overrides)
+            )
             self._taken, self._patience = TakenFile(self._recovery.buffer), config.call_timeout
             topologies = self._resolved.topologies
             self._workers = {name: frozenset(self._resolved.workers_of(name)) for name in topologies}
@@ -108,7 +116,14 @@ class MasterWorkerProcess(BaseTrainer):
     def fit(self) -> dict[str, float]:
         """Train to the end. Returns the figures of the last step."""
         with self._errors_come_again():
-            return self._fit()
+            try:
+                self._trackers.start(str(self._root), self._tracked)
+                figures = self._fit()
+            except BaseException as error:
+                self._trackers.finish(error)
+                raise
+            self._trackers.finish(None)
+            return figures
 
     def _fit(self) -> dict[str, float]:
         # Without a checkpoint there are, perhaps, trajectories.
@@ -429,6 +444,7 @@ class MasterWorkerProcess(BaseTrainer):
         line = {"step": step, **figures}
         self._recovery.record(name, line)
         self.master_handle.report(line)
+        self._trackers.handle([{**figures, "_training_iteration": step, "_timestamp": time.time()}])
 
     def _write_figures(self, step: int, figures: dict[str, float]) -> None:
         self._write(STEPS, step, figures)

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import msgspec
@@ -185,7 +186,7 @@ def _runs_already(root: Path, job: str) -> UsageError:
     experiment, trial = root.parts[-2:]
     return UsageError(
         f"trial {trial!r} of {experiment!r} runs already{job}",
-        f"wait for its end, or: unirun experiment stop -e {experiment} -f {trial}",
+        f"wait for its end, or: unirun experiment stop -e {quote(experiment)} -f {quote(trial)}",
     )
 
 
@@ -378,7 +379,7 @@ def options_of_slurm(groups: Mapping[str, TasksGroup], partition: str, nodes: in
         free.append((needs, each * nodes - left))
         gpu, mem, cpu = gpu + each * needs.gpu, mem + each * needs.mem, cpu + each * needs.cpu
     needs = groups["model_worker"].scheduling
-    words: Sequence[tuple[str, str]] = [
+    words: Sequence[tuple[str, str | None]] = [
         ("nodes", str(nodes)),
         ("partition", partition),
         ("cpus_per_task", str(cpu + 1)),

@@ -132,15 +132,38 @@ class TestValuesOfAnotherType:
             "model_rpcs.a: interface_type is 'generate', which is no ModelInterfaceType"
         )
 
-    def test_the_name_of_a_model_that_is_a_text(self) -> None:
-        wrong = replace(call("a", ["prompt"]), model_name="actor")
+    def test_the_name_of_a_model_may_be_a_text_as_in_realhf(self) -> None:
+        assert replace(call("a", ["prompt"]), model_name="actor").model_name == ACTOR
+        wrong = replace(call("a", ["prompt"]), model_name=None)
         (fault,) = faults_of(of(wrong))
-        assert str(fault) == (
-            "model_rpcs.a: model_name is 'actor', which is no ModelName; write ModelName('actor')"
+        assert (
+            str(fault) == "model_rpcs.a: model_name is None, which is no ModelName; write ModelName('actor')"
         )
 
 
+class Ported(ModelInterface):
+    """One as ReaLHF's guide has it."""
+
+    def train_step(self, model: Any, data: Any) -> dict[str, float]:  # type: ignore[override]
+        """Nothing."""
+        return {}
+
+    def evaluate(self, model: Any, data: Any) -> dict[str, float]:
+        """Nothing."""
+        return {}
+
+
 class TestTypesOfCalls:
+    def test_a_method_that_takes_other_arguments_is_told_before_anything_starts(self) -> None:
+        register_interface("tests-ported", Ported)
+        ported = {"interface_impl": ModelInterfaceAbstraction("tests-ported")}
+        (fault,) = faults_of(of(replace(call("a", ["prompt"], kind=TRAIN), **ported)))
+        assert str(fault) == (
+            "model_rpcs.a: interface 'tests-ported': train_step() is called with model, sample, spec: too many "
+            "positional arguments; write def train_step(self, model, sample, spec)"
+        )
+        assert faults_of(of(replace(call("a", ["prompt"], kind=EVALUATE), **ported))) == ()
+
     @pytest.mark.parametrize("kind", [TRAIN, EVALUATE])
     def test_one_that_makes_no_data_has_no_output_keys(self, kind: ModelInterfaceType) -> None:
         found = only(of(call("a", ["prompt"], ["x"], kind=kind)))

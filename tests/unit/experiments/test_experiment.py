@@ -84,47 +84,42 @@ def changed(*overrides: str) -> Settings:
 
 
 class TestNames:
-    @pytest.mark.parametrize("name", ["a", "A9", "ppo", "llama-3.1-8b", "0", "a" * 27])
-    def test_names_that_a_path_and_a_key_can_have(self, name: str) -> None:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "a",
+            "A9",
+            "ppo",
+            "llama-3.1-8b",
+            "0",
+            "a" * 100,
+            "test20231020",
+            "seed_2",
+            "lr=1e-4,n=2",
+            "a b",
+            "ä",
+            "a..b",
+        ],
+    )
+    def test_names_that_a_directory_can_have(self, name: str) -> None:
         check_names(name, name)
 
     @pytest.mark.parametrize(
         "name",
-        [
-            "",
-            "a_b",
-            "a/b",
-            "/a",
-            "..",
-            ".",
-            "a..b",
-            "-a",
-            "a-",
-            ".a",
-            "a.",
-            "a b",
-            "a\n",
-            "ä",
-            "a:b",
-        ],
+        ["", "a/b", "/a", "..", ".", "-a", ".a", " a", "a ", "a\n", "a\tb", "\udc80", "a" * 101, "ä" * 51],
     )
     def test_others_are_refused(self, name: str) -> None:
-        with pytest.raises(UsageError, match="is no name for an experiment; use letters and digits"):
+        with pytest.raises(UsageError, match="is no name for an experiment; use printable characters"):
             check_names(name, "first")
-        with pytest.raises(UsageError, match="is no name for a trial; use letters and digits"):
+        with pytest.raises(UsageError, match="is no name for a trial; use printable characters"):
             check_names("ppo", name)
-
-    def test_both_together_leave_room_in_the_id_of_a_job(self) -> None:
-        check_names("a" * 50, "b" * 5)
-        with pytest.raises(UsageError, match="have 56 characters; use 55 at most for both"):
-            check_names("a" * 50, "b" * 6)
 
     def test_the_error_is_one_that_the_command_tells_and_no_assertion(self) -> None:
         with pytest.raises(UsageError) as caught:
-            check_names("a_b", "first")
+            check_names("a/b", "first")
         assert not isinstance(caught.value, AssertionError)
         assert caught.value.exit_code == EXIT_USAGE
-        assert "'a_b'" in str(caught.value)
+        assert "'a/b'" in str(caught.value)
 
     @given(st.text(max_size=70))
     def test_a_name_is_one_part_of_a_path(self, name: str) -> None:
@@ -134,7 +129,6 @@ class TestNames:
             return
         assert Path("/top", name).parts == ("/", "top", name)
         assert Path("/top", name).resolve().parent == Path("/top")
-        assert "_" not in name
 
 
 class TestSettings:

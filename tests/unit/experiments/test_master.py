@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,12 +17,15 @@ from omegaconf import OmegaConf
 
 from unirun.errors import CheckpointDamaged, TrainingFailed, UsageError, WorkerLost
 from unirun.experiments import master
+from unirun.experiments.checks import file_faults
 from unirun.experiments.config import (
     AutomaticEvaluator,
     ExperimentSaveEvalControl,
     ExperimentScheduling,
     Scheduling,
     TasksGroup,
+    TensorBoardConfig,
+    WandBConfig,
     model_workers,
 )
 from unirun.experiments.experiment import Experiment, ExperimentConfig, Trial, register_experiment
@@ -43,6 +47,7 @@ class Trained(Experiment):
     steps: int = 4
     saves: bool = True
     seed: int = 1
+    tracked: bool = False
 
     def scheduling_setup(self) -> ExperimentScheduling:
         """As many workers as ranks."""
@@ -56,6 +61,9 @@ class Trained(Experiment):
         models = {ACTOR: at(topology(data=self.data))}
         config = config_with(calls, model_workers(models, seed=self.seed, datasets=[PROMPTS]), control)
         config.auto_eval, config.evaluator = self.saves, AutomaticEvaluator(PROMPTS)
+        if self.tracked:
+            config.wandb = WandBConfig(mode="offline", group="tests", config={"host": "a"})
+            config.tensorboard = TensorBoardConfig("/boards")
         return config
 
 
@@ -216,6 +224,75 @@ def models(root: Path) -> dict[int, str]:
 
 def lines(root: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (root / name).read_text().splitlines()]
+
+
+class Library:
+    """wandb, or torch.utils.tensorboard: notes what is asked of it and of what it makes."""
+
+    def __init__(self, calls: list[tuple[Any, ...]]) -> None:
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def called(*args: Any, **named: Any) -> Library:
+            self._calls.append((name, *args, named))
+            return self
+
+        return called
+
+
+class TestTrackers:
+    @pytest.fixture
+    def calls(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+        """The calls of both libraries."""
+        found: list[tuple[Any, ...]] = []
+        for name in ("wandb", "tensorboard", "torch.utils.tensorboard"):
+            monkeypatch.setitem(sys.modules, name, Library(found))
+        return found
+
+    def test_each_step_and_the_end_are_told(
+        self, run: Run, calls: list[tuple[Any, ...]], tmp_path: Path
+    ) -> None:
+        run(Workers("first"), "tracked=true", "steps=2")
+        (init,) = (each[-1] for each in calls if each[0] == "init")
+        assert init | {"config": None} == {
+            "mode": "offline",
+            "group": "tests",
+            "project": "tests-trained",
+            "name": "one",
+            "id": "",
+            "resume": "allow",
+            "dir": str(tmp_path),
+            "config": None,
+        }
+        assert (init["config"]["n_seqs"], init["config"]["host"]) == (8, "a")
+        # The last one is the evaluation.
+        assert [each[1]["training_iteration"] for each in calls if each[0] == "log"] == [1, 2, 2]
+        scalars = {(each[1], each[-1]["global_step"]) for each in calls if each[0] == "add_scalar"}
+        assert {("seconds", 1), ("seconds", 2)} <= scalars
+        assert [each for each in calls if each[0] == "finish"] == [("finish", {"exit_code": 0})]
+
+    def test_a_trial_that_fails_is_told(self, run: Run, calls: list[tuple[Any, ...]]) -> None:
+        with pytest.raises(TrainingFailed):
+            run(Workers("first", lost_in=2, times=5), "tracked=true")
+        assert ("finish", {"exit_code": 1}) in calls
+
+    def test_one_whose_library_is_not_here_is_refused_before_anything_starts(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = Trained(tracked=True).initial_setup()
+        monkeypatch.setitem(sys.modules, "wandb", Library([]))
+        monkeypatch.delitem(sys.modules, "tensorboard", raising=False)
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        (fault,) = file_faults(config)
+        assert str(fault) == (
+            "wandb and tensorboard: TensorBoardCallback needs tensorboard, which is not installed; run: pip install "
+            "tensorboard"
+        )
+        config.wandb.mode = "on"
+        assert "wandb.mode: 'on'; it is one of online, offline, disabled" in map(str, file_faults(config))
 
 
 class TestOtherSettings:

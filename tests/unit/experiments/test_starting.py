@@ -90,7 +90,7 @@ class TestDirectories:
         assert root_of("", "ppo", "first") == home / "experiments" / "ppo" / "first"
         assert root_of("/shared", "ppo", "first") == Path("/shared/ppo/first")
 
-    @pytest.mark.parametrize(("experiment", "name"), [("ppo", "../x"), ("a/b", "first"), ("a_b", "first")])
+    @pytest.mark.parametrize(("experiment", "name"), [("ppo", "../x"), ("a/b", "first")])
     def test_names_that_no_path_can_have_are_refused(self, experiment: str, name: str) -> None:
         with pytest.raises(UsageError, match="is no name for"):
             root_of("", experiment, name)
