@@ -102,7 +102,7 @@ _AFTER = {
     # The first word may be a script.
     "fish": 'complete -c unirun -n "_shtab_unirun_using; and test \\$_shtab_unirun_npos -eq 0" -F\n',
 }
-"""The part that follows the completions of shtab."""
+"""The lines that follow the completions of shtab."""
 
 
 def main(options: Any) -> int:

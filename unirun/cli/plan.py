@@ -405,7 +405,7 @@ def main(argv: list[str]) -> int:
 
 
 def _roles(spec: JobSpec, env: Mapping[str, Sequence[str]]) -> tuple[list[str], list[list[str]]]:
-    """A table of the settings that all ranks of a role have in common."""
+    """The settings that all ranks of a role have in common, as a table."""
     needs = {role.name: shown_need(role) for role in spec.roles}
     needy = any(needs.values())
     table = [

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unirun.errors import UsageError
+from unirun.train import logs
 from unirun.train.backends import GROUP_TIMEOUT
 from unirun.values import Value
 
@@ -61,7 +62,7 @@ class Setup(Value):
             "roles": {ROLE: role},
             "preload": [*PRELOAD] if self.most > 1 else [*PRELOAD[:1]],
             "call_timeout": NO_LIMIT,
-            "config": {"backend": self.backend, "group_timeout": self.group_timeout},
+            "config": {"backend": self.backend, "group_timeout": self.group_timeout, "logging": logs.told()},
         }
 
     def __str__(self) -> str:

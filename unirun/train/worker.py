@@ -19,6 +19,7 @@ from unirun.roles import BaseWorkload, MasterHandle, init, trainer_invocation
 from unirun.roles.interruption import Interrupted, main_thread
 from unirun.roles.nested import mapped
 from unirun.roles.process_groups import process_groups
+from unirun.train import logs
 from unirun.train.backends import find_backend
 from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Info, unwrapped
 from unirun.train.lockstep import Reported
@@ -89,6 +90,7 @@ class TrainWorker(BaseWorkload):
 
     def __init__(self, master_handle: MasterHandle, config: Any) -> None:
         super().__init__(master_handle, config)
+        logs.configure(config.logging)
         self._backend = find_backend(config.backend, timeout=config.group_timeout)()
         self._session: Session | None = None
         self._attempt = 0

@@ -40,6 +40,7 @@ from unirun.roles.calls.group import RoleGroup
 from unirun.roles.visitor import Visitor
 from unirun.train.job import JobHandle, python_path
 from unirun.train.losses import LIMIT, LOSS_REPORT_TIMEOUT, loss_of
+from unirun.train.output import RankOutput, pieces
 from unirun.train.setup import ROLE, Setup
 from unirun.wire.messages import Stop
 from unirun.wire.reporting import gave_up
@@ -87,6 +88,7 @@ class Workers:
         """The type of the error that has ended the last run or the program; with one, the job has not succeeded when it
         is stopped."""
         self._readers: list[threading.Thread] = []
+        self._output = RankOutput()
 
     def start(self) -> None:
         """Start them, and wait until all are up. Raises `UsageError`, `PlacementError`, `JobError`,
@@ -145,18 +147,13 @@ class Workers:
         return TrainingFailed(f"the workers could not be started: {text}")
 
     def _pass_on(self, pipe: IO[bytes], out: str) -> None:
-        """Show what workers write, where this program writes at that moment: in a notebook that is the cell."""
+        """Show what workers write, and keep what the command says."""
         with pipe:
-            for raw in pipe:
-                line = raw.decode(errors="replace")
-                if out == "stderr" and line.startswith(NOTE):
-                    self._said.append(line.rstrip())
-                    continue
-                # It may be None, or an object of the user's that raises anything. The job goes on without it.
-                with contextlib.suppress(Exception):
-                    stream = getattr(sys, out)
-                    stream.write(line)
-                    stream.flush()
+            for piece in pieces(pipe):
+                if out == "stderr" and piece.startswith(NOTE):
+                    self._said.append(piece.rstrip())
+                else:
+                    self._output.show(out, piece)
 
     @property
     def visitor(self) -> Visitor:
@@ -283,4 +280,5 @@ class Workers:
             process.wait()
         for reader in self._readers:
             reader.join(JOB_END_TIMEOUT)
+        self._output.close()
         self._process = None
