@@ -144,6 +144,7 @@ def causal_lm(
     shapes.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     from unirun.experiments.checks import faults_of
     from unirun.experiments.models.stage import Stage, configuration
@@ -153,6 +154,8 @@ def causal_lm(
     if faults := faults_of(where, place.topo, {"config": config, "path": path, "critic": critic}):
         raise SpecError(faults)
     settings = configuration(where, config, path)
+    # Each rank would draw its own.
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(place.seed)
         kind = getattr(torch, dtype)

@@ -60,7 +60,7 @@ class TestWhereItComesFrom:
 
     @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral"])
     def test_a_directory_of_transformers_gives_what_transformers_computes(
-        self, kind: str, tmp_path: Path
+        self, kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -69,7 +69,9 @@ class TestWhereItComesFrom:
             AutoConfig.for_model(kind, **settings)
         )
         network.save_pretrained(tmp_path)
+        capfd.readouterr()
         found = outputs(causal_lm(place(), path=str(tmp_path)))
+        assert capfd.readouterr().err == "", "no rank draws a progress bar"
         with torch.no_grad():
             expected = [network(each[None]).logits[0] for each in tokens().sequences("tokens")]
         torch.testing.assert_close(found, torch.cat(expected))
