@@ -158,6 +158,16 @@ def test_a_picture_has_a_text_in_its_place(page: str) -> None:
     assert all(words.strip() for words in re.findall(r"!\[([^\]]*)\]\(", text_of(page)))
 
 
+@pytest.mark.starts_processes
+def test_the_table_of_sizes_has_the_packages_that_are_installed() -> None:
+    """Sizes, versions and the dependencies of other projects may be others."""
+    command = [sys.executable, str(ROOT / "docs/sizes.py")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    variable = r" and \d+ others?|\d[\w.+]*( MB)?"
+    shown = {re.sub(variable, "", line) for line in text_of("docs/install.md").splitlines()}
+    assert [line for line in done.stdout.splitlines() if re.sub(variable, "", line) not in shown] == []
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     text = "".join(texts_of(ROOT / "docs/api").values())
     headings = set(re.findall(r"^### `(\w+)`$", text, re.MULTILINE))
