@@ -25,6 +25,7 @@ MARKS = {
     "docs/warm.md": pytest.mark.cold,
     # Their commands train for half a minute or more. Examples and trials of `make test` try the same.
     "docs/train.md": pytest.mark.chaos,
+    "docs/from-ray-train.md": pytest.mark.chaos,
     "docs/experiments.md": pytest.mark.chaos,
 }
 
