@@ -116,7 +116,7 @@ class Ranks(RuleBasedStateMachine):
         self.others: list[threading.Thread] = []
 
     def teardown(self) -> None:
-        """A caller that waits for an attempt that never begins is told, and no thread is left."""
+        """A driver that waits for an attempt that never begins is told, and no thread is left."""
         waits = Driver(self.worker, self.attempt)
         self.worker.teardown()
         assert waits.over() == (0, "another attempt has begun")
