@@ -5,19 +5,25 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import select
 import selectors
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from tests.effort import examples
 from tests.integration.invariants import stale_pidfds
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import ConnectionLost
@@ -475,3 +481,167 @@ print(gc.isenabled())
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert said.stdout.split() == ["torch", "False", "mine", "True", "True"]
+
+
+# Any number of workers, that leave processes behind, beside a reference of what must live.
+
+LEAVES = {
+    "nothing": "",
+    "a child": "sleep 100 & echo $! > LEFT",
+    "a child in another session": "setsid sleep 100 & echo $! > LEFT",
+    "an orphan": "(setsid sleep 100 & echo $! > LEFT)",
+    "an orphan that ends": "(true &)",
+    "an orphan without marks": "(env -i setsid sleep 100 & echo $! > LEFT)",
+}
+"""Commands of a worker before it waits for its end, by what it leaves."""
+
+
+class Running:
+    """A worker, and the process that it has left."""
+
+    def __init__(self, number: int, pid: int, leaves: str, end: int, left: int | None) -> None:
+        self.number, self.pid, self.leaves, self.left = number, pid, leaves, left
+        self._end = end
+
+    def exit(self, code: int) -> None:
+        os.write(self._end, b"%d\n" % code)
+
+    def close(self) -> None:
+        os.close(self._end)
+
+
+class Spawners(RuleBasedStateMachine):
+    """An agent that starts and ends workers. The reference: which of them run, and what each has left."""
+
+    workers: Bundle[Running] = Bundle("workers")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._folder = tempfile.TemporaryDirectory()
+        self.spawner = Spawner(Path(self._folder.name))
+        self.spawner.next(SpawnerReady)
+        (self.spawner.folder / "blocked").touch()
+        self.numbers = 0
+        self.running: dict[int, Running] = {}
+        self.unmarked: list[int] = []
+        self.told: list[Message] = []
+        # It serves once it has answered.
+        self.spawn_without_a_log()
+        self.own = len(files_of(self.spawner.process.pid))
+
+    def teardown(self) -> None:
+        """When the agent is gone, so is all that any worker has started."""
+        left = [each.left for each in self.running.values() if each.left is not None]
+        pids = [*(each.pid for each in self.running.values()), *left, *self.unmarked]
+        try:
+            assert self.spawner.close() == 0
+            assert [pid for pid in pids if not gone(pid)] == []
+        finally:
+            for each in self.running.values():
+                each.close()
+            self._folder.cleanup()
+
+    def about(self, number: int, kind: type[M]) -> M:
+        """The next message of this kind about a worker. Those of others may come before."""
+        while True:
+            for message in self.told:
+                if isinstance(message, kind) and getattr(message, "id", 0) == number:
+                    self.told.remove(message)
+                    return message
+            message = self.spawner.stream.receive(WAIT_TIMEOUT)
+            if not isinstance(message, Notice):
+                self.told.append(message)
+
+    def request(self, leaves: str, **more: object) -> Spawn:
+        self.numbers += 1
+        end, left = (self.spawner.folder / f"{name}{self.numbers}" for name in ("end", "left"))
+        os.mkfifo(end)
+        script = f"{LEAVES[leaves].replace('LEFT', str(left))}\nread code < {end}; exit $code"
+        env = {
+            "PATH": os.environ["PATH"],
+            "UNIRUN_JOB": "job",
+            "UNIRUN_ROLE": "actor",
+            "UNIRUN_RANK": str(self.numbers),
+            "UNIRUN_INCARNATION": "0",
+        }
+        return self.spawner.program(self.numbers, "sh", "-c", script, env=env, **more)
+
+    @rule(target=workers, leaves=st.sampled_from([*LEAVES]))
+    def spawn(self, leaves: str) -> Running:
+        request = self.request(leaves)
+        self.spawner.send(request)
+        pid, left = self.about(request.id, Forked).pid, None
+        if "LEFT" in LEAVES[leaves]:
+            file = self.spawner.folder / f"left{request.id}"
+            assert eventually(lambda: file.exists() and file.read_text().endswith("\n"))
+            left = int(file.read_text())
+            # In its own session and program, where it is to be.
+            assert eventually(lambda: Path(f"/proc/{left}/comm").read_text() == "sleep\n")
+        end = os.open(self.spawner.folder / f"end{request.id}", os.O_RDWR)
+        self.running[request.id] = Running(request.id, pid, leaves, end, left)
+        return self.running[request.id]
+
+    @rule()
+    def spawn_without_a_log(self) -> None:
+        """It fails, and leaves nothing."""
+        request = self.request("nothing", folder="blocked/1")
+        self.spawner.send(request)
+        assert "its log cannot be written" in self.about(request.id, SpawnFailed).reason
+
+    @rule(worker=consumes(workers), code=st.integers(0, 255))
+    def end(self, worker: Running, code: int) -> None:
+        """A worker ends by itself."""
+        worker.exit(code)
+        self.ended(worker, code, None)
+
+    @rule(worker=consumes(workers), signum=st.sampled_from([signal.SIGTERM, signal.SIGKILL]))
+    def kill(self, worker: Running, signum: int) -> None:
+        """A worker is killed. One that has ended before is not there to be killed."""
+        self.spawner.send(Kill(worker.number, signum), Kill(self.numbers + 1, signum))
+        self.ended(worker, None, signum)
+
+    @rule(worker=consumes(workers), code=st.integers(0, 255))
+    def end_and_kill(self, worker: Running, code: int) -> None:
+        """The order to kill comes when a worker ends: it has one end, which is told once."""
+        worker.exit(code)
+        self.spawner.send(Kill(worker.number, signal.SIGKILL))
+        end = self.ended(worker)
+        assert (end.code, end.signal) in ((code, None), (None, signal.SIGKILL))
+
+    @rule(signum=st.sampled_from([signal.SIGTERM, signal.SIGKILL]))
+    def spawn_and_kill(self, signum: int) -> None:
+        """Both orders arrive together."""
+        request = self.request("nothing")
+        self.spawner.send(request, Kill(request.id, signum))
+        self.about(request.id, Forked)
+        assert self.about(request.id, Reaped).signal == signum
+
+    def ended(self, worker: Running, *expected: int | None) -> Reaped:
+        """The report of the end of a worker. By then what it has left is gone, if it has a mark."""
+        found = self.about(worker.number, Reaped)
+        assert not expected or (found.code, found.signal) == expected
+        if worker.leaves == "an orphan without marks":
+            assert worker.left is not None
+            self.unmarked.append(worker.left)
+        else:
+            assert worker.left is None or gone(worker.left)
+        assert gone(worker.pid)
+        del self.running[worker.number]
+        worker.close()
+        return found
+
+    @invariant()
+    def nothing_else_is_there(self) -> None:
+        """No other child, also no zombie; no descriptor but one for each worker; and nothing is told twice."""
+        adopted = {each.left for each in self.running.values() if each.left and "an orphan" in each.leaves}
+        there = {each.pid for each in self.running.values()} | adopted | {*self.unmarked}
+        assert eventually(lambda: {*self.spawner.children()} == there), (self.spawner.children(), there)
+        files = self.own + len(self.running)
+        assert eventually(lambda: len(files_of(self.spawner.process.pid)) == files)
+        if select.select([self.spawner.stream.socket], [], [], 0)[0]:
+            self.told += [each for each in self.spawner.stream.drain() if not isinstance(each, Notice)]
+        assert self.told == []
+
+
+TestSpawners = pytest.mark.starts_processes(Spawners.TestCase)
+TestSpawners.settings = settings(examples(16, shrunk=False), stateful_step_count=15)
