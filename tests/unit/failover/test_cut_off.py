@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.unit.failover.job import Job
 from tests.unit.failover.multi_node import nodes
 from unirun.failover.diagnosis import likely_cause
-from unirun.failover.draft import CutOff
+from unirun.failover.draft import AgentLost, CutOff
 from unirun.failover.state import CUT_SECONDS
 from unirun.wire.reports import Notice, WorkerError
 
@@ -51,3 +53,10 @@ def test_it_is_the_cause_no_more_after_a_minute() -> None:
     job.now += CUT_SECONDS
     job.exits("actor", 0, 1, error=WorkerError(TIMED_OUT, "", job.now))
     assert likely_cause(job.state.failures[-1]).kind == "collective_timeout"
+
+
+@pytest.mark.parametrize("pair", [("n0", "n2"), ("n2", "n1")])
+def test_a_node_that_is_given_up_is_no_news(pair: tuple[str, str]) -> None:
+    job = running().on(AgentLost("n2", "gone"))
+    assert told(job.on(CutOff(*pair))) == []
+    assert job.state.cuts == ()

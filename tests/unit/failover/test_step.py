@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.documents import text_of
+from tests.effort import examples
 from tests.unit.failover.job import TERM, Job
+from tests.unit.failover.random_walk import RandomWalk
 from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition, Refused
-from unirun.failover.draft import AgentLost, Due, Event, OwnerLost, ToAgent
+from unirun.failover.draft import AgentLost, Due, Event, OwnerLost, Record, ToAgent, order_text
 from unirun.failover.state import JobPhase, WorkerPhase
 from unirun.failover.status_views import present, status_of
 from unirun.values import WorkerId
@@ -185,3 +192,24 @@ def test_who_attaches_late_is_told_what_is_there() -> None:
         RoleChanged("actor", "starting", 0, 0, 2),
         WorkerOutput(WorkerId("actor", 1, 0), 1, "n0"),
     ]
+
+
+@examples(40)
+@given(st.integers(0, 2**32))
+def test_what_is_told_of_a_history_has_a_documented_kind_and_is_about_parts_of_the_job(seed: int) -> None:
+    rows = re.findall(r"^\| (`[^|]*) \|", text_of("docs/events.md"), re.MULTILINE)
+    kinds = {kind for row in rows for kind in re.findall(r"`(\w+)`", row)}
+    walk = RandomWalk(seed)
+    for _, state in walk.steps(80):
+        parts = {*state.roles, *state.nodes}
+        for command in walk.job.commands:
+            about: tuple[str, ...] = ()
+            match command:
+                case Record(kind=kind, text=text, about=about):
+                    assert kind in kinds
+                    assert text
+                case ToAgent(node, message) if (told := order_text(node, message)) is not None:
+                    text, *rest = told
+                    about = (*rest, node)
+                    assert node in text
+            assert {each.partition(":")[0] for each in about} <= parts, command
