@@ -530,7 +530,7 @@ class Spawners(RuleBasedStateMachine):
         self.own = len(files_of(self.spawner.process.pid))
 
     def teardown(self) -> None:
-        """When the agent is gone, so is all that any worker has started."""
+        """All that any worker has started ends with the agent."""
         left = [each.left for each in self.running.values() if each.left is not None]
         pids = [*(each.pid for each in self.running.values()), *left, *self.unmarked]
         try:
