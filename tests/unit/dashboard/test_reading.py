@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tracemalloc
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -37,6 +40,44 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
     assert len([*tail.new()]) == 2
     path.write_bytes(b'{"a": 3}\n')
     assert [*tail.new()] == [{"a": 3}]
+
+
+PIECES = [b'{"a": 1}\n', b'{"a"', b": 2}\n", b"no\n", b"[1]\n", b"\n"]
+
+
+def objects(content: bytes) -> list[Any]:
+    """The objects in the whole lines of a file."""
+    found = []
+    for line in content.split(b"\n")[:-1]:
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [each for each in found if isinstance(each, dict)]
+
+
+@given(st.lists(st.sampled_from([*PIECES, "read", "read", "read", "replace", "cut"]), max_size=30))
+def test_whatever_happens_to_a_file_each_whole_object_comes_once(
+    tmp_path_factory: pytest.TempPathFactory, history: list[bytes | str]
+) -> None:
+    path = tmp_path_factory.mktemp("tail") / "lines"
+    tail, content, seen = Tail(path), b"", 0
+    for number, each in enumerate(history):
+        if each == "replace":
+            # The file before stays, so that the new one has another number.
+            if path.exists():
+                path.rename(path.with_name(f"before{number}"))
+            content, seen = b'{"b": 1}\n{"b"', 0
+            path.write_bytes(content)
+        elif isinstance(each, bytes):
+            with path.open("ab") as file:
+                file.write(each)
+            content += each
+        else:
+            if each == "cut" and path.exists():
+                os.truncate(path, 0)
+                content, seen = b"", 0
+            assert [*tail.new()] == objects(content)[seen:]
+            assert not tail.changed()
+            seen = len(objects(content))
 
 
 def test_of_a_huge_file_only_the_end_is_read(tmp_path: Path) -> None:
