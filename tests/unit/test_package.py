@@ -41,7 +41,7 @@ def test_the_sdist_has_each_file_of_the_repository(tmp_path: Path) -> None:
         "import setuptools; setuptools.setup()",
         "egg_info",
         "--egg-base",
-        tmp_path,
+        str(tmp_path),
     ]
     done = subprocess.run(lists, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_TIMEOUT, check=False)
     assert done.returncode == 0, done.stderr

@@ -55,7 +55,7 @@ class Node:
         self.told: list[Message] = []
         self.interrupted: list[str] = []
         self.problem = ""
-        state = replace(AgentState("n0", {}, {}), workers={1: self.worker})
+        state = replace(AgentState("n0"), workers={1: self.worker})
         monkeypatch.setattr(debugging, "send_request", self._request)
         self.held: list[str] = []
         self.debugging = Debugging("job-1", lambda: state, self.told.append, self._apply)
@@ -130,10 +130,11 @@ def test_a_worker_that_waits_is_announced_and_given_to_the_first_command(node: N
 
 def test_a_command_that_leaves_lets_the_worker_go_on_and_so_does_another_master(node: Node) -> None:
     async def steps() -> None:
-        for number, leave in (
+        ways: tuple[tuple[int, Callable[[], object]], ...] = (
             (5, lambda: node.debugging.typed(DebugInput(control="detach", number=5))),
             (6, node.debugging.led),
-        ):
+        )
+        for number, leave in ways:
             node.debugging.ask(Debug("actor", 1, number))
             task = await node.serve(number, FakeStream())
             leave()

@@ -201,7 +201,7 @@ def test_the_deadline_of_a_call_begins_again_while_a_rank_of_its_role_is_debugge
 
     clock, fake_transport, directory = FakeClock(), FakeTransport(), Debugged()
     changed: list[Callable[[], None]] = []
-    directory.when_changed = changed.append  # type: ignore[method-assign]
+    directory.when_changed = changed.append  # type: ignore[method-assign, assignment]
     caller = Caller(
         WorkerId("trainer", 0, 0),
         directory,
