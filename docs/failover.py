@@ -163,7 +163,6 @@ OTHERWISE: Mapping[Outcome, str] = {
     "anew": "the ranks meet in another store, at no cost",
     "none": "nothing",
     "again": "it starts again with the lost rank, at no cost",
-    "costly": "it has succeeded. The others wait for it in vain, and each of them costs a restart",
     "done": "the job ends: 0",
 }
 """The outcomes that no loss of a role is the reason for."""
@@ -202,11 +201,11 @@ KIND: Mapping[str, str] = {
 
 MATRIX: Mapping[tuple[str, str], tuple[Outcome, Outcome, Outcome, Outcome, Outcome, Outcome]] = {
     ("worker", "SIGKILL"): ("rank", "rank", "rank", "rank", "rank", "ends"),
-    ("worker", "SIGSTOP"): ("peers", "rank", "rank", "rank", "rank", "killed"),
+    ("worker", "SIGSTOP"): ("rank", "rank", "rank", "rank", "rank", "killed"),
     ("worker", "SIGTERM ignored"): ("-term", "-term", "-term", "-term", "-term", "killed"),
     ("worker", "exit 1"): ("rank", "rank", "rank", "rank", "rank", "ends"),
     ("worker", "exit 0"): ("peers", "peers", "none", "peers", "none", "ends"),
-    ("worker", "GIL held"): ("peers", "rank", "rank", "rank", "rank", "killed"),
+    ("worker", "GIL held"): ("rank", "rank", "rank", "rank", "rank", "killed"),
     ("worker", "port taken"): ("-port", "-port", "-port", "-port", "-port", "-port"),
     ("worker", "disk full"): ("sick", "-disk", "none", "-disk", "sick", "ends"),
     ("survivor in a collective", "SIGKILL"): ("-survivor", "rank", "-survivor", "rank", "-survivor", "ends"),
@@ -216,7 +215,7 @@ MATRIX: Mapping[tuple[str, str], tuple[Outcome, Outcome, Outcome, Outcome, Outco
     ("survivor in a collective", "SIGTERM ignored"): ("-term", "-term", "-term", "-term", "-term", "killed"),
     ("survivor in a collective", "exit 1"): ("-survivor", "rank", "-survivor", "rank", "-survivor", "ends"),
     ("survivor in a collective", "exit 0"): (
-        *("-survivor", "costly", "-survivor", "again", "-survivor", "ends"),
+        *("-survivor", "rank", "-survivor", "again", "-survivor", "ends"),
     ),
     ("survivor in a collective", "GIL held"): (
         *("-survivor", "rank", "-survivor", "rank", "-survivor", "killed"),

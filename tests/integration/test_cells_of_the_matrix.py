@@ -49,6 +49,18 @@ AT_ONCE = (
 """
 )
 
+AS_THEY_FORM = (
+    FAULTS
+    + """
+    import datetime, torch.distributed as dist
+
+    if first and rank == "1":
+        fault(role)
+    seconds = 4 if role == "zero" else 600
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
+"""
+)
+
 AT_THE_END = (
     FAULTS
     + """
@@ -81,6 +93,19 @@ def test_a_rank_that_starts_or_saves_fails_and_its_role_alone_restarts(
         ("one", 1): ("exit code 1", "exit_code"),
         ("full", 1): ("exit code 1", "disk_full"),
     }
+
+
+def test_a_rank_that_hangs_or_leaves_as_its_role_forms_is_named(unirun: Unirun, script: Script) -> None:
+    """1. In two roles, rank 1 does not come to the first group: it is stopped, or has ended with 0.
+    2. Each role restarts once. The failure is that of rank 1, which the others have waited for.
+    """
+    options = ("--max-restarts", 1, "--hang-timeout", "sigstop=3", "--first-step-timeout", "sigstop=0")
+    job = unirun.start("--roles", "sigstop=2,zero=2", *options, script(AS_THEY_FORM))
+    result = job.end()
+    status = unirun.status()
+    assert (result.code, {role["restarts"] for role in status["roles"]}) == (0, {1}), result.err
+    assert "sigstop:1: sigstop:1 hangs: no progress for " in result.err
+    assert "ended with exit code 0 while zero:0 waited for it" in result.err
 
 
 def test_a_rank_that_fails_as_the_job_ends_changes_nothing_of_the_end(unirun: Unirun, script: Script) -> None:

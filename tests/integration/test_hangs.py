@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import textwrap
 from pathlib import Path
 
 import pytest
 
-from .harness import Script, Unirun
+from .harness import EXEC, Script, Unirun
 
 TRAINING = """
     import ctypes, os, sys, threading, time
@@ -89,6 +90,27 @@ class TestAHang:
         stacks = logs / "1/0/stacks.txt"
         assert (stacks.exists() and "train.py" in stacks.read_text()) == (how != "stop")
         assert "all_reduce" in (logs / "0/0/flight_recorder.json").read_text()
+
+
+NEVER_BEGINS = """
+    import os, signal
+    if os.environ.get("RANK") == "1" and os.environ.get("UNIRUN_INCARNATION") == "0":
+        os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_rank_that_is_stopped_before_it_has_begun_is_found(
+    unirun: Unirun, script: Script, tmp_path: Path
+) -> None:
+    """The interpreter of rank 1 is stopped while it starts, before anything of unirun is imported."""
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(NEVER_BEGINS))
+    job = unirun.start(
+        *(*OPTIONS, *EXEC, script("print('done', flush=True)")), env={"PYTHONPATH": str(tmp_path)}
+    )
+    result = job.end()
+    assert result.code == 0, result.err
+    assert "default:1 hangs: no progress for " in result.err
+    assert "it is stopped" in result.err
 
 
 STEPPING = """

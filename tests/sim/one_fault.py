@@ -270,10 +270,7 @@ class OneFault(Simulation):
                 process.stopped = process.deaf = True
                 if self.role == "service":
                     return
-                if self.moment == "starting":
-                    self._leave_peers_alone(process)
-                else:
-                    self.clock.after(10.0, lambda: spawner.node.apply(events.Hung(number, HANGS)))
+                self.clock.after(10.0, lambda: spawner.node.apply(events.Hung(number, HANGS)))
 
     def _leave_peers_alone(self, process: Process) -> None:
         """A rank does not come: its peers wait in vain, in a collective until it has ended, else for long."""
@@ -287,7 +284,8 @@ class OneFault(Simulation):
     def _wait_in_vain(self, rank: int) -> None:
         if (found := self.find(self.role, rank)) is not None:
             spawner, number, process = found
-            spawner.follow(number, process, VAIN)
+            if self.role == "scripts" or process.waits is not None:
+                spawner.follow(number, process, VAIN)
 
     def _hit_node(self, node: NodeModel) -> None:
         if self.part == "agent":

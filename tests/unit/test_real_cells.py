@@ -21,6 +21,8 @@ REAL: dict[tuple[str, str, str], str] = {
     ("worker", "SIGKILL", "in a call"): "test_how_jobs_end.py the_root_cause_is_the_killed_worker",
     ("worker", "SIGKILL", "saving"): "test_trainer.py each_step_is_reported_and_saved_once",
     ("worker", "SIGKILL", "stopping"): "test_cells_of_the_matrix.py a_rank_that_fails_as_the_job_ends",
+    ("worker", "SIGSTOP", "starting"): "test_hangs.py a_rank_that_is_stopped_before_it_has_begun",
+    ("worker", "SIGSTOP", "forming"): "test_cells_of_the_matrix.py a_rank_that_hangs_or_leaves_as_its_role",
     ("worker", "SIGSTOP", "running"): "test_hangs.py a_rank_that_reports_no_more_is_found",
     ("worker", "SIGSTOP", "in a call"): "test_hangs.py the_rank_for_which_the_others_wait",
     ("worker", "SIGSTOP", "saving"): "test_hangs.py a_slow_save_with_an_allowance_is_no_hang",
@@ -29,6 +31,7 @@ REAL: dict[tuple[str, str, str], str] = {
     ("worker", "exit 1", "starting"): "test_cells_of_the_matrix.py a_rank_that_starts_or_saves_fails",
     ("worker", "exit 1", "running"): "test_restarting_a_role.py a_restart_starts_every_rank_of_the_role",
     ("worker", "exit 1", "stopping"): "test_cells_of_the_matrix.py a_rank_that_fails_as_the_job_ends",
+    ("worker", "exit 0", "forming"): "test_cells_of_the_matrix.py a_rank_that_hangs_or_leaves_as_its_role",
     (
         "worker",
         "exit 0",

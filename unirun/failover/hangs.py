@@ -4,7 +4,8 @@ A rank makes progress when it reports a step, answers a call, or begins a collec
 ``hang_timeout`` is late. That says little about who hangs: in a role with collectives all ranks are late when one is.
 So the agents of the role are asked for all of them, and the cause is, in this order:
 
-1. a rank that cannot run: it is stopped (SIGSTOP), or no Python thread of it runs, as another one holds the GIL;
+1. a rank that cannot run: it is stopped (SIGSTOP), has not come to its user's code since its start, or no Python thread
+   of it runs, as another one holds the GIL;
 2. a rank that is not in the collective in which others wait, and waits in no other;
 3. a rank that is in another collective than most of its group;
 4. where no rank waits in a collective: the late ones that have come least far.
@@ -84,8 +85,10 @@ def judge(ranks: Sequence[RankProgress], limits: HangTimeouts) -> HangVerdict:
 
 def _halted(late: Sequence[RankProgress], mute: float) -> dict[WorkerId, str]:
     """The ranks that cannot run. Those of several that are only mute may wait for the same thing, so a stopped one
-    takes precedence."""
+    takes precedence, and then one that has not begun."""
     stopped = {rank.worker: f"{_quiet(rank)}: it is stopped" for rank in late if rank.state in STOPPED}
+    unbegun = "hangs: its process has not come to the code of its role for {:.1f} s"
+    stopped = stopped or {rank.worker: unbegun.format(rank.age) for rank in late if not rank.begun}
     held = "{}: one of its threads holds the GIL, no other has run for {:.0f} s{}"
     return stopped or {
         rank.worker: held.format(_quiet(rank), rank.mute, _at(rank)) for rank in late if rank.mute > mute

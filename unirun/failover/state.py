@@ -38,7 +38,7 @@ MARK = "…"
 
 class Exit(Value, omit_defaults=True):
     """The end of a process: an exit `code`, or the number of the `signal` that killed it. `early`: a service has ended
-    though it was still needed, which is a failure whatever its code is."""
+    though it was still needed, or a rank for which others wait to form a group; a failure whatever its code is."""
 
     code: int | None = None
     signal: int | None = None

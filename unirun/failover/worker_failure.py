@@ -87,7 +87,7 @@ def exited(draft: JobDraft, event: WorkerExited) -> None:
         return
     works = role.phase in ROLE_WORKS and draft.state.phase is not JobPhase.STOPPING
     spec = draft.state.role_spec(name)
-    needed = works and spec.service and event.cause != "order"
+    needed = works and event.cause != "order" and (spec.service or _is_awaited(role, worker))
     end = Exit(event.code, event.signal, early=needed and event.code == 0)
     # Its rank goes to another node: it was told to end, whatever its own reason is.
     moves = works and draft.state.misplaced(role, worker)
@@ -128,6 +128,12 @@ def exited(draft: JobDraft, event: WorkerExited) -> None:
         draft.fail(failure_of(draft.state, worker, event, end))
         advance(draft, name)
     draft.tell_now()
+
+
+def _is_awaited(role: RoleState, worker: WorkerState) -> bool:
+    """Return True if the peers of a rank form a generation, in a store that is there, and cannot do so without it."""
+    behind = worker.generation < role.generation or (role.kind == "workload" and not role.up(worker))
+    return behind and role.in_place and not role.is_program and role.opened == role.generation
 
 
 def _fail(draft: JobDraft, worker: WorkerState, event: WorkerExited, end: Exit) -> None:

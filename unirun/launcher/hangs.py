@@ -76,6 +76,8 @@ class ProgressWatch:
         self._interval = LOOK_INTERVAL if self._limits else NOTICE_INTERVAL
         self._numbers: dict[int, int] = {}
         self._handles: dict[int, int] = {}
+        # The time of the monotonic clock since which a worker is known to have a process, and no page.
+        self._unbegun: dict[int, float] = {}
         # The time of the latest progress of a worker, and its longest time without any, in seconds.
         self._longest: dict[int, tuple[int, float]] = {}
         self._next: dict[str, float] = {}
@@ -111,24 +113,26 @@ class ProgressWatch:
         stalled, self._looked = now - self._looked - self._interval, now
         self._drop_ended()
         for worker in self._state().workers.values():
-            found = self._read(worker)
-            if found is None:
+            rank = self._progress(worker)
+            if rank is None:
                 continue
             role = worker.who.role
             if stalled > STALL_SECONDS:
                 # The workers may not have run either.
                 self._next[role] = max(self._next.get(role, 0.0), now + stalled)
-            elif now >= self._next.get(role, 0.0) and self._is_late(worker, found):
+            elif now >= self._next.get(role, 0.0) and self._is_late(worker, rank):
                 limits = self._limits.get(role)
                 self._next[role] = now + (max(LOOK_INTERVAL, limits.timeout / 4) if limits else 10.0)
                 self._tell(Late(self._state().node, role))
 
-    def _is_late(self, worker: Worker, found: Snapshot) -> bool:
+    def _is_late(self, worker: Worker, rank: RankProgress) -> bool:
         """Return True if a worker is late, by the time-out of its role, or so much that the console says it."""
-        rank = progress_of(worker.who, found)
         limits = self._limits.get(worker.who.role)
         if limits is not None and is_late(rank, limits):
             return True
+        found = self._read(worker)
+        if found is None:
+            return False
         last, longest = self._longest.get(worker.id, (found.last, 0.0))
         if found.last != last:
             longest = max(longest, (found.last - last) / 1e9)
@@ -137,6 +141,8 @@ class ProgressWatch:
 
     def _drop_ended(self) -> None:
         there = self._state().workers.keys()
+        for number in self._unbegun.keys() - there:
+            del self._unbegun[number]
         for number in [number for number in self._numbers if number not in there]:
             del self._numbers[number]
             self._longest.pop(number, None)
@@ -155,6 +161,21 @@ class ProgressWatch:
         except (OSError, ValueError):
             # Its process has just ended, or is of another user: it has no progress that could be seen.
             return None
+
+    def _progress(self, worker: Worker, *, pid: int | None = None, at: str = "") -> RankProgress | None:
+        """The progress of a worker by its page; by the age of its process, if its role has a time-out and it has no
+        page yet, which it makes before its user's code. None if that is not known, or it is told to end."""
+        page = self._read(worker)
+        if page is not None:
+            return progress_of(worker.who, page, pid=pid, at=at, held=is_held(worker))
+        ends = worker.sent is not None or worker.error is not None
+        if worker.who.role not in self._limits or worker.id in self._numbers or worker.pid is None or ends:
+            return None
+        age = time.monotonic() - self._unbegun.setdefault(worker.id, time.monotonic())
+        state, traced = state_of(worker.pid)
+        return RankProgress(
+            worker.who, quiet=age, age=age, state=state, traced=traced or is_held(worker), begun=False
+        )
 
     def step_of(self, worker: int) -> int:
         """The step to which a worker has come; -1 if that is not known."""
@@ -189,13 +210,8 @@ class ProgressWatch:
         role = question.role
         workers = [each for each in self._state().workers.values() if each.who.role == role]
         at = await self._evidence(workers) if question.evidence else {}
-        found = [(each, self._read(each)) for each in workers]
-        ranks = tuple(
-            progress_of(each.who, page, pid=each.pid, at=at.get(each.id, ""), held=is_held(each))
-            for each, page in found
-            if page
-        )
-        self._tell(Progress(self._state().node, role, ranks))
+        ranks = (self._progress(each, pid=each.pid, at=at.get(each.id, "")) for each in workers)
+        self._tell(Progress(self._state().node, role, tuple(filter(None, ranks))))
 
     def end(self, order: EndHung) -> None:
         """Kill a worker that hangs, unless it has made progress meanwhile."""
@@ -203,9 +219,8 @@ class ProgressWatch:
         limits = self._limits.get(order.worker.role)
         if worker is None or worker.who != order.worker or limits is None:
             return
-        found = self._read(worker)
-        late = found is not None and is_late(progress_of(worker.who, found), limits)
-        if late and not is_held(worker):
+        rank = self._progress(worker)
+        if rank is not None and is_late(rank, limits) and not rank.traced:
             self._end(Hung(worker.id, order.why))
 
     async def _evidence(self, workers: Iterable[Worker]) -> dict[int, str]:

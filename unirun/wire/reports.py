@@ -500,7 +500,8 @@ class RankProgress(Value):
     latest progress it is `quiet`, and `age` old since it has begun. It is `idle` between calls, and may take its time
     for another `allowed` seconds. `waits` are its collectives that are not over. `state` is the letter of ``ps``;
     `traced`: a debugger holds it. For `mute` seconds none of its Python threads has run, as far as that is known. `at`
-    is the innermost line of its main thread's stack, empty if it has not answered the signal.
+    is the innermost line of its main thread's stack, empty if it has not answered the signal. It has not `begun` until
+    it has a page, which is before the user's code.
     """
 
     worker: WorkerId
@@ -516,6 +517,7 @@ class RankProgress(Value):
     traced: bool = False
     mute: float = 0.0
     at: str = ""
+    begun: bool = True
 
 
 class Late(Message):

@@ -211,6 +211,7 @@ def histories_of_roles() -> Iterator[tuple[Row, Callable[[], object]]]:
         ends = lambda job: job.exits("actor", 1, by=TERM, asked=TERM, cause="leaving")  # noqa: E731
         on(phase, PhaseEvent.AGENT_LEAVES, RolePhase.STOPPING, ends)
         on(phase, PhaseEvent.SEEN_TO_SUCCEED, RolePhase.SUCCEEDED, lambda job: joined(job, ending=SUCCESS))
+    for phase in (RolePhase.STARTING, RolePhase.RUNNING):
         both = lambda job: job.exits("actor", 0).exits("actor", 1)  # noqa: E731
         on(phase, PhaseEvent.ALL_SUCCEEDED, RolePhase.SUCCEEDED, both)
     for phase in NOT_TOLD_TO_END:
@@ -220,6 +221,7 @@ def histories_of_roles() -> Iterator[tuple[Row, Callable[[], object]]]:
     ended = row(RolePhase.STOPPING, PhaseEvent.ABORTED, RolePhase.STOPPED)
     yield ended, lambda: abort_step(aborted(role(RolePhase.RUNNING).state), gone("n0"), 201.0)
     yield row(RolePhase.RUNNING, PhaseEvent.STORE_ENDED, RolePhase.REFORMING), store_ends
+    yield row(RolePhase.REFORMING, PhaseEvent.ALL_SUCCEEDED, RolePhase.SUCCEEDED), all_leave_before_the_store
     yield row(RolePhase.RUNNING, PhaseEvent.PROGRAMS_RESTART, RolePhase.STARTING), programs_move
     yield row(RolePhase.REFORMING, PhaseEvent.ROLE_RESTARTS, RolePhase.RESTARTING), shrinks
     yield row(RolePhase.SUCCEEDED, PhaseEvent.ROLE_RESTARTS, RolePhase.RESTARTING), starts_again_with_the_job
@@ -238,6 +240,16 @@ def histories_of_roles() -> Iterator[tuple[Row, Callable[[], object]]]:
 
 def store_ends() -> Job:
     return workloads().on(StoreEnded("actor", 0, 1.0, "it was killed"))
+
+
+def all_leave_before_the_store() -> Job:
+    """All ranks end with 0 when their store is gone, and before there is another one."""
+    job = workloads()
+    job.stores_open = False
+    job.on(StoreEnded("actor", 0, 1.0, "it was killed"))
+    for worker in job.state.roles["actor"].live:
+        job.exits("actor", worker.rank)
+    return job
 
 
 def programs_move() -> Job:

@@ -63,6 +63,13 @@ class TestTheRankThatHangs:
             1: "hangs: no progress for 12.0 s: it is stopped"
         }
 
+    def test_one_that_has_not_begun_is_named_and_not_those_that_wait_for_it_to_join(self) -> None:
+        others = rank(0, count=0), rank(2, count=0, mute=12.0)
+        assert hung(others[0], rank(1, count=0, age=120.0, quiet=120.0, begun=False), others[1]) == {
+            1: "hangs: its process has not come to the code of its role for 120.0 s"
+        }
+        assert hung(rank(1, count=0, age=90.0, quiet=90.0, begun=False)) == {}
+
     def test_one_whose_threads_do_not_run_holds_the_gil(self) -> None:
         found = hung(waiting(0), rank(1, mute=11.0, at="train.py:3 in step"), waiting(2))
         assert set(found) == {1}

@@ -175,11 +175,24 @@ class TestADeath:
         (order,) = job.exits("actor", 2, by=KILL).orders(StartRole)
         assert [(m.rank, m.incarnation) for m in order.members] == [(1, 1), (2, 1)]
 
-    def test_a_death_with_code_0_is_a_success_of_that_rank(self) -> None:
+    def test_a_death_with_code_0_is_a_failure_while_others_wait_for_the_rank_to_form_a_group(self) -> None:
         job = serving(count=2).exits("actor", 0, by=KILL).exits("actor", 1, 0)
-        assert job.phases()["actor"] == "reforming"
-        assert up(job).phases()["actor"] == "running"
-        assert job.exits("actor", 0, 0).phases()["actor"] == "succeeded"
+        assert "actor:1 ended with exit code 0, too early; restart 2 of 3: actor:1 alone" in job.records
+        assert (job.phases()["actor"], job.state.roles["actor"].generation) == ("reforming", 2)
+        (first,) = (each for each in job.state.failures if each.worker.rank == 1)
+        assert str(first.exit) == "exit code 0, too early"
+        assert reformed(job).phases()["actor"] == "running"
+
+    def test_a_death_with_code_0_before_the_store_of_the_next_generation_is_there_costs_nothing(self) -> None:
+        job = serving(count=2, stores_open=False).exits("actor", 0, by=KILL).exits("actor", 1, 0)
+        (order,) = job.on(StoreOpened("actor", 1)).orders(StartRole)
+        assert [(m.rank, m.incarnation) for m in order.members] == [(0, 1), (1, 1)]
+        assert job.state.roles["actor"].restarts == 1
+
+    def test_a_workload_that_ends_with_code_0_before_it_takes_calls_has_failed(self) -> None:
+        job = workload().running().exits("actor", 2, 0)
+        assert "actor:2 ended with exit code 0, too early; restart 1 of 3" in job.records
+        assert job.state.roles["actor"].restarts == 1
 
     def test_a_death_of_peers_one_after_the_other_has_the_first_as_its_cause(self) -> None:
         job = serving(restarts=1).exits("actor", 2, 7).exits("actor", 1, 1).obey()

@@ -270,6 +270,31 @@ class TestTheAgent:
             page.fields.release()
 
 
+def test_a_worker_that_makes_no_page_in_the_time_of_its_first_step_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec, told, ended = Job({"actor": 2}).state.spec, list[Message](), list[Hung]()
+    roles = tuple(replace(role, hang_timeout=5.0, first_step_timeout=20.0) for role in spec.roles)
+    live = replace(worker(1, "actor", 1), phase=Phase.ALIVE, pid=os.getpid(), running=True)
+    states = [AgentState("n0").with_worker(live)]
+    watch = ProgressWatch(
+        JobDir(Path()), replace(spec, roles=roles), lambda: states[-1], told.append, ended.append
+    )
+    now = time.monotonic()
+    clock = [now]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    for second in (0.0, 0.1, 19.9, 20.0):
+        clock[0] = now + second
+        watch.look(clock[0] if second < 1 else watch._looked + 0.1)
+        watch.end(EndHung(WHO, "hangs"))
+        assert bool(told) == bool(ended) == (second >= 20.0)
+    states.append(AgentState("n0").with_worker(replace(live, sent=15)))
+    told.clear()
+    clock[0] = now + 100.0
+    watch.look(watch._looked + 10.0)
+    assert told == []
+
+
 def test_a_worker_that_hangs_is_killed_with_the_reason() -> None:
     agent = Agent(spawners={TORCH: True}).alive().on(Hung(1, "hangs: no progress for 9.0 s"))
     why = "hangs: no progress for 9.0 s"
