@@ -119,6 +119,23 @@ class TestPlans:
         assert [a.own for a in after.of_role("a")] == [("2", "6"), ("3", "7")]
 
 
+def test_of_two_roles_whose_ranks_are_on_one_slot_the_later_one_moves() -> None:
+    """As when the first has ended, its slots have gone to the other, and now it starts again."""
+    inventory, request = hosts(2, 1), PlacementRequest((gpu("a", 1), gpu("b", 2)))
+    before = plan(request, inventory)
+    (a,) = before.of_role("a")
+    same = [replace(each, node=a.node, slot=a.slot, own=a.own) for each in before.of_role("b")[:1]]
+    pinned = replace(before, assignments=(a, *same, before.of_role("b")[1]))
+    after = replan(request, inventory, pinned, frozenset())
+    assert after.of_role("a") == (a,)
+    assert [(each.node, each.own) for each in after.of_role("b")] == [
+        (each.node, each.own) for each in before.of_role("b")
+    ]
+    shared = PlacementRequest((gpu("a", 1, slots=Fraction(1, 2)), gpu("b", 1, slots=Fraction(1, 2))))
+    both = plan(shared, inventory)
+    assert replan(shared, inventory, both, frozenset()).assignments == both.assignments
+
+
 def far(one: Device, other: Device) -> tuple[int, bool]:
     """The distance of two devices from each other: by what they say of it, then by their NUMA nodes."""
     told = dict(one.links)

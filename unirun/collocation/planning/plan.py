@@ -314,7 +314,8 @@ Placed = list[tuple[Node, NodeKind, Cells]]
 
 
 class _Pins:
-    """The cells of `previous` that are whole: all ranks on one of `nodes`, and all their slots still there."""
+    """The cells of `previous` that are whole: all ranks on one of `nodes`, all their slots still there, and none that
+    roles before them have. A role that had ended has left its slots to others, and may be back."""
 
     def __init__(self, problem: Problem, previous: Placement, nodes: Sequence[Node]) -> None:
         self.problem = problem
@@ -330,7 +331,22 @@ class _Pins:
             for each in self.by_role[stack.roles[0].name]
             if each.node in devices and not devices[each.node].issuperset(each.own)
         }
+        gone |= self._crowded(problem) if previous.assignments else set()
         self.homes: Homes = tuple(self._homes(bundle, gone) for bundle in problem.bundles)
+
+    def _crowded(self, problem: Problem) -> set[tuple[str, int]]:
+        """The ranks for which there is not enough left of a slot, by the first role of each stack."""
+        used, crowded = defaultdict[tuple[str, str | None, str], int](int), set[tuple[str, int]]()
+        for stack in problem.stacks:
+            device, room = stack.device, problem.unit - stack.units
+            for each in self.by_role[stack.roles[0].name] if device is not None else ():
+                slots = [(each.node, device, name) for name in each.own]
+                if any(used[slot] > room for slot in slots):
+                    crowded.add((each.role, each.rank))
+                    continue
+                for slot in slots:
+                    used[slot] += stack.units
+        return crowded
 
     def _homes(self, bundle: Bundle, gone: Collection[tuple[str, int]]) -> Sequence[str | None]:
         columns = [
