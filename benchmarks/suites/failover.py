@@ -33,8 +33,8 @@ OURS, THEIRS = (
 
 HANG_TIMEOUT = 2.0
 
-KILLS = 10
-"""The kills of workers in each run: 50 in five runs."""
+KILLS = 50
+"""The kills of workers in all runs together, however many these are."""
 
 MEDIAN = Bar("SIGKILL of a workload → all 4 ranks past an all_reduce, p50", "s", 0.15)
 TAIL = Bar("the same, p90", "s", 0.5)
@@ -65,7 +65,7 @@ def figures(runs: int) -> list[Figure]:
 
 
 def of_workers(runs: int) -> list[Figure]:
-    """The figures of the workers that are killed, in `runs` jobs with `KILLS` kills each."""
+    """The figures of the workers that are killed, `KILLS` of them or a few more in `runs` jobs."""
     say(MEDIAN.name)
     plain: list[float] = []
     late: list[float] = []
@@ -73,7 +73,7 @@ def of_workers(runs: int) -> list[Figure]:
     fault = ""
     try:
         for _ in range(runs):
-            for seconds, lost in kills(KILLS):
+            for seconds, lost in kills(-(-KILLS // runs)):
                 (plain if lost == 1 else late).append(seconds)
     except BenchmarkError as error:
         fault = str(error)
