@@ -65,6 +65,11 @@ class FakePeers:
         """The peer that has this rank."""
         return self._places[role, rank]
 
+    def view(self, role: str) -> None:
+        """There are no views: roles do not grow."""
+
+    brief = view
+
     def when_changed(self, listener: Callable[[], None]) -> None:
         """Call `listener` at each `put`."""
         self._listeners.append(listener)

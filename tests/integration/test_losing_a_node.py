@@ -110,6 +110,53 @@ CLASSES = """
                 time.sleep(0.02)
 """
 
+GROWING = """
+    import os, pathlib, time
+    from unirun import BaseTrainer, BaseWorkload, WorkerLost
+
+    class Adder(BaseWorkload):
+        total = 0
+
+        def setup(self):
+            import torch.distributed
+            torch.distributed.init_process_group("gloo")
+
+        def get_state(self):
+            return {"total": self.total}
+
+        def set_state(self, state):
+            self.total = state["total"]
+
+        def on_generation(self, generation):
+            self.formed = generation
+
+        def add(self):
+            import torch
+            self.total += 1
+            peers = torch.ones(1)
+            torch.distributed.all_reduce(peers)
+            return os.getpid(), self.total, int(peers.item()), self.world_size, self.formed
+
+    class Asker(BaseTrainer):
+        def init(self):
+            pass
+
+        def fit(self):
+            import json
+            told = 0
+            while not pathlib.Path("enough").exists():
+                try:
+                    rows = self.RG_ACTOR.add()
+                except WorkerLost:
+                    told = 0
+                    time.sleep(0.05)
+                    continue
+                if len(rows) != told:
+                    told = len(rows)
+                    print("rows", told, json.dumps(rows), flush=True)
+                time.sleep(0.02)
+"""
+
 
 def job_file(
     unirun: Unirun, path: Path, *, nodes: int = 3, spares: int = 1, actor: str = "count: 4"
@@ -308,6 +355,35 @@ class TestANodeOfSeveral:
         assert nodes(6, 4) == ["node0.3", "node0.3", "node1.2", "node1.2"]
         enough(unirun)
         assert job.end().code == 0
+
+    @pytest.mark.chaos
+    def test_a_node_that_comes_again_makes_elastic_workloads_more_between_two_calls(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        """
+        1. Four workloads run on two nodes. One is lost, and the role starts again with two ranks, to which calls go.
+        2. The node joins again: two ranks come between two calls, with the state of the others, which keep their
+           processes. No call is lost for that, and all ranks are told the generation.
+        """
+        script(GROWING, name="growing.py")
+        actor = {"count": "2:4", "workload": "growing:Adder", "elastic": True, "max_restarts": 2}
+        config = unirun.root / "job.json"
+        config.write_text(json.dumps({"trainer": "growing:Asker", "roles": {"actor": actor}}))
+        job = unirun.start("--config", config, "--inventory", "fake:nodes=2,devices=2")
+        job.lines(r"rows 4 (.*)")
+        os.kill(agents(unirun, "node1")[0], signal.SIGKILL)
+        (few,) = (json.loads(text) for text in job.lines(r"rows 2 (.*)"))
+        name = unirun.status()["run_id"]
+        assert unirun("agent", "join", name, "--node-name", "node1").code == 0
+        *_, rows = (json.loads(text) for text in job.lines(r"rows 4 (.*)", 2))
+        enough(unirun)
+        end = job.end()
+        assert end.code == 0, end.err
+        assert [row[0] for row in rows[:2]] == [row[0] for row in few]
+        assert {tuple(row[2:4]) for row in rows} == {(4, 4)}
+        assert len({(row[1], row[4]) for row in rows}) == 1
+        assert "actor grows from 2 to 4 ranks, and those that it has keep their memory" in end.err
+        assert {role["name"]: role["restarts"] for role in unirun.status()["roles"]}["actor"] == 1
 
     def test_a_lost_node_that_comes_again_makes_resilient_ranks_more_and_they_keep_their_processes(
         self, unirun: Unirun, script: Script

@@ -69,17 +69,24 @@ def place_without(state: JobState, gone: Collection[str]) -> Placement:
     return same if moves else found
 
 
-def why_all_restart(role: RoleState, before: Placement, after: Placement, gone: Collection[str] = ()) -> str:
+def why_all_restart(
+    role: RoleState,
+    before: Placement,
+    after: Placement,
+    gone: Collection[str] = (),
+    *,
+    boundary: bool = False,
+) -> str:
     """The reason why all ranks of a role have to be started again, in words, though few are missing; empty
     when they have not.
 
-    Ranks on the nodes `gone` are lost, or leave anyhow.
+    Ranks on the nodes `gone` are lost, or leave anyhow. At a `boundary`, roles grow in place.
     """
     if role.phase not in ROLE_WORKS:
         # The role has ended, or all of its workers were told to end.
         return ""
     old, new = before.of_role(role.name), after.of_role(role.name)
-    if len(new) > len(old) and not role.survives:
+    if len(new) > len(old) and not boundary:
         return f"{role.name} grows from {len(old)} to {len(new)} ranks"
     if len(new) < len(old):
         return f"{role.name} has room for {len(new)} of {len(old)} ranks"
@@ -302,7 +309,7 @@ class Cause(Value):
     """The cause of a move of ranks.
 
     `nodes` are lost, leave on request (`asked`), or have joined (`come`), at `time` (seconds since the epoch); the
-    `reason` in words.
+    `reason` in words. The role that grows is at a `boundary`: its ranks keep their memory.
     """
 
     nodes: tuple[str, ...]
@@ -310,6 +317,7 @@ class Cause(Value):
     time: float
     asked: bool = False
     come: bool = False
+    boundary: bool = False
 
     @property
     def gone(self) -> tuple[str, ...]:
@@ -362,7 +370,7 @@ def relocation_to(
     """The consequences of the new `placement`, given the `decisions` about roles with ranks that are `missing`."""
     decisions = dict(decisions)
     whole = {
-        role.name: why_all_restart(role, before.placement, placement, cause.gone)
+        role.name: why_all_restart(role, before.placement, placement, cause.gone, boundary=cause.boundary)
         for role in state.roles.values()
     }
     told = [(name, decision.reason) for name, decision in decisions.items()]
@@ -382,7 +390,7 @@ def relocation_to(
 def _grows_in_place(role: RoleState, placement: Placement) -> str:
     """The growth of a role whose ranks keep their memory, in words; empty if it does not grow."""
     old, new = len(role.workers), len(placement.of_role(role.name))
-    if not (role.survives and role.phase in ROLE_WORKS and new > old):
+    if not (role.phase in ROLE_WORKS and new > old):
         return ""
     return f"{role.name} grows from {old} to {new} ranks, and those that it has keep their memory"
 

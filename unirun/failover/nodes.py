@@ -311,8 +311,8 @@ def _has_ranks(state: JobState, node: str) -> bool:
 #
 # A node that has come is a spare. When all roles run, those that have fewer ranks than they may have get more, and
 # start again as a whole: nodes that come within `GROWTH_DELAY` seconds are one such restart. Ranks in a function that
-# survives keep their memory, and their role grows when one of them has saved it. Elastic workloads grow when a visitor
-# asks for it, as that knows when it loses least.
+# survives keep their memory, and their role grows when one of them has saved it. So do elastic workloads, between two
+# calls of the trainer. Without one a visitor asks for it, as that knows when it loses least; then all start again.
 
 
 def next_life(state: JobState, node: str) -> str:
@@ -373,11 +373,13 @@ def grow(draft: JobDraft) -> None:
     if not (come or any(role.grows for role in state.roles.values())) or not _settled(state):
         return
     draft.put(replace(state, newcomers=tuple(node for node in state.newcomers if node not in come)))
-    # Others call workloads by their number, which stays.
+    # Others call workloads by their number, which stays unless they are elastic.
     roles = [role for role in state.roles.values() if role.restart == "role"]
-    for role in roles:
-        most = state.role_spec(role.name).most or 0
-        grows = role.survives and most > len(role.workers)
+    trainer = any(role.kind == "trainer" and role.phase not in ROLE_ENDS for role in state.roles.values())
+    for role in state.roles.values():
+        spec = state.role_spec(role.name)
+        may = role.survives or (trainer and spec.elastic and role.phase is RolePhase.RUNNING)
+        grows = may and (spec.most or 0) > len(role.workers)
         if grows != role.grows:
             draft.put(replace(role, grows=grows))
             draft.tell_soon()
@@ -387,11 +389,11 @@ def grow(draft: JobDraft) -> None:
 
 
 def grow_at_boundary(draft: JobDraft, name: str) -> None:
-    """Give a role of which a rank is at a boundary more ranks, if it is to grow. Its other ranks keep their memory."""
+    """Give a role that is at a boundary more ranks, if it is to grow. Its other ranks keep their memory."""
     role = draft.role(name)
-    if role.grows and role.survives and _settled(draft.state):
+    if role.grows and role.in_place and _settled(draft.state):
         draft.put(replace(role, grows=False))
-        cause = Cause((), "nodes have joined", draft.now, asked=True, come=True)
+        cause = Cause((), "nodes have joined", draft.now, asked=True, come=True, boundary=True)
         _grow(draft, draft.state, [name], cause)
         draft.tell_now()
 

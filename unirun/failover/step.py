@@ -128,9 +128,10 @@ def _handle(draft: JobDraft, event: Event) -> None:
         case FromWorker(who, Resilient(inside)):
             if (worker := draft.find(who)) is not None:
                 draft.put_worker(who.role, replace(worker, resilient=inside))
-        case FromWorker(who, Boundary()):
-            if draft.find(who) is not None:
-                grow_at_boundary(draft, who.role)
+        case FromWorker(who, Boundary(named)):
+            elastic = named in draft.state.roles and draft.state.role_spec(named).elastic
+            if draft.find(who) is not None and (elastic or not named):
+                grow_at_boundary(draft, named or who.role)
         case FromWorker(who, Metrics() as said):
             _metrics(draft, who, said)
         case FromWorker(who, Calls() as said):

@@ -34,7 +34,7 @@ from unirun.values import WorkerId, split_endpoint
 from unirun.wire.credentials import load_credentials
 from unirun.wire.messages import RoleView
 from unirun.wire.reporting import report_error
-from unirun.wire.reports import Notice, Serving, WorkerError
+from unirun.wire.reports import Boundary, Notice, Serving, WorkerError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -162,8 +162,15 @@ class CallSession:
             if self._caller is None:
                 welcome = self._peers.welcome
                 timeout = welcome.call_timeout if welcome else 0.0
+                brief = self._peers.brief(self._peers.role)
+                trains = brief is not None and brief.kind == "trainer"
                 self._caller = Caller(
-                    self.me, self._peers, self.transport, call_timeout=timeout, tell=self._peers.tell
+                    self.me,
+                    self._peers,
+                    self.transport,
+                    call_timeout=timeout,
+                    tell=self._peers.tell,
+                    boundary=(lambda role: self._peers.tell(Boundary(role))) if trains else None,
                 )
                 atexit.register(self._report)
             return self._caller

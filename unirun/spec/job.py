@@ -343,8 +343,8 @@ class RoleSpec(Value):
     `cpus` of the processors of its node, or ``all``, and `memory` in bytes: what is needed has to be there, but no rank
     is bound to it.
 
-    The number of `elastic` workloads may change while they run, for which all of them start again: it falls when a node
-    is lost, and rises when a visitor asks for that.
+    The number of `elastic` workloads may change while they run. It falls when a node is lost, for which all of them
+    start again, and rises between two calls of the job's trainer, or when a visitor asks for that.
 
     With the `contract` of ``torchrun`` its processes find torchrun's variables and a rendezvous store; programs have
     ``none``, unless they ask for it. `env_file` has more variables, which are read when they start. `python` is a

@@ -271,7 +271,10 @@ class Resilient(Message):
 
 
 class Boundary(Message):
-    """A worker of a role that is to grow has saved what the next generation goes on from."""
+    """A worker of a role that is to grow has saved what the next generation goes on from; or a trainer is between two
+    calls of the `role` that it names."""
+
+    role: str = ""
 
 
 class Metrics(Message):

@@ -197,6 +197,11 @@ class FakePeers(Peers):
         """The worker that holds a rank."""
         return self._role.seen[rank]
 
+    def view(self, role: str) -> None:
+        """There are no views: roles do not grow."""
+
+    brief = view
+
     def when_changed(self, listener: Callable[[], None]) -> None:
         """After each view."""
         self._role.listeners.append(listener)

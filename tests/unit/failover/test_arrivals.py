@@ -111,6 +111,35 @@ class TestABoundary:
             job.on(FromWorker(WorkerId("actor", worker.rank, worker.incarnation), GroupFormed(1)))
         assert (job.phases(), job.state.roles["actor"].restarts) == ({"actor": "running"}, 0)
 
+    def test_a_boundary_of_elastic_workloads_is_told_by_their_trainer_and_they_keep_their_processes(
+        self,
+    ) -> None:
+        job = Job(
+            {"actor": 8, "trainer": 1},
+            kinds={"actor": "workload", "trainer": "trainer"},
+            restarts={"actor": 2},
+            inventory=nodes(2),
+            least={"actor": 2},
+        )
+        spec = job.state.spec
+        elastic = tuple(replace(role, elastic=role.name == "actor") for role in spec.roles)
+        job.state = replace(job.state, spec=replace(spec, roles=elastic))
+        job = serving(job.launched().all_run("trainer"))
+        before = len(job.state.roles["actor"].workers)
+        come(job, "n2").on(Due.GROWTH)
+        assert job.state.roles["actor"].grows
+        assert (job.orders(StopWorkers), job.orders(StartRole)) == ([], [])
+        trainer = WorkerId("trainer", 0, 0)
+        assert job.on(FromWorker(trainer, Boundary("nobody"))).orders(StartRole) == []
+        job.on(FromWorker(trainer, Boundary("actor")))
+        assert [(order.role, order.generation, order.world_size) for order in job.orders(StartRole)] == [
+            ("actor", 1, before + 2)
+        ]
+        assert (job.orders(StopWorkers), job.phases()["actor"]) == ([], "reforming")
+        role = serving(job).state.roles["actor"]
+        assert (role.phase.value, role.restarts, len(role.workers)) == ("running", 0, before + 2)
+        assert {worker.incarnation for worker in role.workers} == {0}
+
     def test_a_boundary_of_a_role_that_does_not_grow_changes_nothing(self) -> None:
         job = survivors()
         before = job.state

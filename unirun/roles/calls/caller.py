@@ -297,6 +297,9 @@ class Deadlines(Generic[T]):
             self._watch()
 
 
+GROWTH_TIMEOUT = 5.0
+"""Seconds in which a role must begin to grow that is at a boundary. The next call waits for that."""
+
 GROUP_ERROR_DELAY = 0.1
 """Seconds between the first error of a group call and its end: an error in a collective comes a moment before the
 news of the death that caused it."""
@@ -313,9 +316,11 @@ class Caller:
         *,
         call_timeout: float,
         tell: Callable[[Calls], None] = lambda calls: None,
+        boundary: Callable[[str], None] | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
-        """`tell` gets now and then, and when `report` is called, what was called so far. `scheduler` has the clock."""
+        """`tell` gets now and then, and when `report` is called, what was called so far. `boundary` is called with a
+        role that is to grow when no call to it is open; a trainer has one. `scheduler` has the clock."""
         self._me = encode_address(me)
         self._name = str(me)
         self._spans = spans()
@@ -329,6 +334,10 @@ class Caller:
         self._connections: dict[WorkerId, ReliableConnection] = {}
         self._parked: dict[tuple[str, int], deque[Part]] = {}
         self._refused: list[tuple[Call, int, int]] = []
+        self._boundary = boundary
+        # The ranks of each role as of the latest call, and whether there was a view since.
+        self._ranks: dict[str, list[int]] = {}
+        self._outdated_ranks = False
         self._seqs = itertools.count(1)
         self._losses = ReportedLosses(peers, restarted=me.incarnation > 0)
         self._deadlines: dict[float, Deadlines[Call]] = {}
@@ -339,7 +348,53 @@ class Caller:
         self._turns: dict[str, dict[int, int]] = defaultdict(dict)
         self.described: dict[str, Mapping[str, Invocation]] = {}
         """The methods of the workloads of those roles of which they are known."""
-        peers.when_changed(lambda: self._scheduler.soon(self._look))
+        peers.when_changed(self._changed)
+
+    def ranks(self, role: str, size: int) -> list[int]:
+        """The ranks of a role, now `size`. All groups of the whole role have this list, which changes between calls."""
+        found = self._ranks.setdefault(role, [])
+        found[:] = range(size)
+        return found
+
+    def _changed(self) -> None:
+        self._outdated_ranks = True
+        self._scheduler.soon(self._look)
+
+    def _follow_sizes(self) -> None:
+        """Let roles grow that are at a boundary, and take over the numbers of ranks that roles have now."""
+        self._outdated_ranks = False
+        for role, ranks in list(self._ranks.items()):
+            view, brief = self._peers.view(role), self._peers.brief(role)
+            if view is None or brief is None:
+                continue
+            # Ranks of scripts that grow know their boundaries themselves.
+            boundary = self._boundary if view.grows and brief.kind == "workload" else None
+            if boundary is not None and not self._calls(role):
+                boundary(role)
+                self._peers.wait_for(partial(self._grown, role, view.generation), GROWTH_TIMEOUT)
+            elif view.phase == "reforming":
+                # At a later call: those in the generation that it forms are not known yet.
+                self._outdated_ranks = True
+                continue
+            elif boundary is not None:
+                self._outdated_ranks = True
+            if len(ranks) != (size := self._peers.size(role)):
+                ranks[:] = range(size)
+
+    def _grown(self, role: str, generation: int) -> bool:
+        """Return True if a role that was at a boundary has begun to form the generation after this one, or does not
+        grow."""
+        view = self._peers.view(role)
+        return view is None or (
+            not view.grows and (view.phase != "reforming" or view.generation > generation)
+        )
+
+    def _calls(self, role: str) -> bool:
+        """Return True if calls of this process to a role are open."""
+        with self._lock:
+            parked = any(who[0] == role for who in self._parked)
+            connections = [each for each in self._connections.values() if each.address.role == role]
+        return parked or any(map(len, connections))
 
     def method(self, role: str, name: str, options: Invocation, ranks: Sequence[int] | None = None) -> Method:
         """The method that `invoke` calls; `ranks` come before the target in `options`.
@@ -369,9 +424,10 @@ class Caller:
 
         Raises `EncodingError` for an argument that cannot be pickled, before anything is sent.
         """
-        options, ranks = method.options, method.ranks
-        if method.chooses:
-            ranks = (self._least_busy(method),)
+        if self._outdated_ranks:
+            self._follow_sizes()
+        options = method.options
+        ranks = (self._least_busy(method),) if method.chooses else tuple(method.ranks)
         if options.pre_func is not None:
             args, kwargs = rearranged(options.pre_func(*args, **kwargs))
         shares, sharding = split(args, kwargs, len(ranks), auto=options.auto_shard)

@@ -159,7 +159,8 @@ class _Workers:
     """The common part of a role group and a handle on one worker."""
 
     def __init__(self, caller: Caller, role: str, ranks: Sequence[int]) -> None:
-        self._caller, self._role, self._own_ranks = caller, role, tuple(ranks)
+        # Those of a whole role are a list that the caller keeps up to date.
+        self._caller, self._role, self._own_ranks = caller, role, ranks
 
     @property
     def role(self) -> str:
@@ -214,7 +215,7 @@ class RoleGroup(_Workers):
 
     ``group[2]`` is the `WorkerHandle` of one worker. ``group[1:3]`` is a smaller group, in which target ``"ALL"``
     stands for its own workers. ``len(group)`` is the number of workers, and iterating gives their handles in rank
-    order.
+    order. That number changes between two calls, of an elastic role that grows or has become smaller.
 
     A call raises what the method raised in the worker, `InvocationTimeout` at its deadline, `WorkerLost` when a worker
     died, `EncodingError` for an argument that cannot be pickled.
@@ -275,7 +276,7 @@ def role_group(
     """The group of all ranks of a role, with its `methods` if they are known here."""
     if methods is not None:
         caller.described[role] = methods
-    return RoleGroup(caller, role, range(size))
+    return RoleGroup(caller, role, caller.ranks(role, size))
 
 
 # `trainer_invocation`, and the static types of the methods that it decorates, which are not used at run time.

@@ -26,10 +26,12 @@ from unirun.roles.calls.codec import (
     dump_error,
     encode_refusal,
 )
+from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.peers import Peer, Peers
 from unirun.roles.transport.protocol import Connection, Parcel
 from unirun.values import WorkerId
+from unirun.wire.messages import RoleBrief, RoleView
 
 OLD, NEW = WorkerId("actor", 0, 0), WorkerId("actor", 0, 1)
 RESULT = Parcel(OK + dump(42, "a result")[0])
@@ -465,3 +467,91 @@ def test_group_calls_of_two_threads_come_in_one_order_to_all_workers() -> None:
         directory.go_on.set()
         caller.close()
     assert transport.sent == {0: [b"one", b"two"], 1: [b"one", b"two"]}
+
+
+class Elastic(Pair):
+    """A directory of a role that is to grow from two to three ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = RoleView("actor", 2, 0, "", "running", (), grows=True)
+        self.changed: Callable[[], None] = lambda: None
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """Keep the listener of the caller."""
+        self.changed = listener
+
+    def view(self, role: str) -> RoleView:
+        """As it is now."""
+        return self.now
+
+    def brief(self, role: str) -> RoleBrief:
+        """That of workloads."""
+        return RoleBrief(role, "workload", "actors:Actor", 2, None, 1)
+
+    def size(self, role: str) -> int:
+        """As it is now."""
+        return self.now.world_size
+
+    def wait_for(self, condition: Callable[[], bool], timeout: float) -> bool:
+        """Nothing changes meanwhile."""
+        return condition()
+
+    def becomes(self, size: int, generation: int, phase: str, *, grows: bool = False) -> None:
+        """There is another view."""
+        self.now = RoleView("actor", size, generation, "", phase, (), grows=grows)
+        self.changed()
+
+
+class TestARoleThatGrows:
+    def made(self, told: list[str] | None) -> tuple[Elastic, FakeTransport, Caller, RoleGroup]:
+        directory, transport = Elastic(), FakeTransport()
+        transport.open[2] = []
+        me = WorkerId("trainer", 0, 0)
+        boundary = None if told is None else told.append
+        caller = Caller(me, directory, transport, call_timeout=60.0, boundary=boundary)
+        return (
+            directory,
+            transport,
+            caller,
+            role_group(caller, "actor", 2, {"step": Invocation(blocking=False)}),
+        )
+
+    def test_a_trainer_says_when_it_is_between_two_calls_and_the_next_call_goes_to_all(self) -> None:
+        told: list[str] = []
+        directory, transport, caller, group = self.made(told)
+        step = group.step
+        first = step()
+        directory.changed()
+        step()
+        assert (told, len(group)) == ([], 2), "a call is open"
+        for rank in (0, 1, 0, 1):
+            transport.open[rank].pop()(RESULT)
+        assert first.result(WAIT_TIMEOUT) == [42, 42]
+        # In the test the master answers before it is waited for.
+        boundary = caller._boundary
+
+        def at_boundary(role: str) -> None:
+            assert boundary is not None
+            boundary(role)
+            directory.becomes(3, 1, "reforming")
+
+        caller._boundary = at_boundary
+        third = step()
+        assert (told, len(group), [each.rank for each in group]) == (["actor"], 3, [0, 1, 2])
+        assert [len(transport.open[rank]) for rank in range(3)] == [1, 1, 1]
+        assert "0 of 3 answered" in repr(third)
+        caller.close()
+
+    def test_other_callers_learn_the_number_when_the_role_runs_again(self) -> None:
+        directory, _, caller, group = self.made(None)
+        directory.becomes(3, 0, "reforming")
+        group.step()
+        assert len(group) == 2
+        directory.becomes(3, 1, "running")
+        group.step()
+        assert len(group) == 3
+        directory.becomes(1, 2, "running")
+        group.step()
+        assert [each.rank for each in group] == [0]
+        caller.close()
