@@ -38,6 +38,11 @@ class AsyncModelWorkerProcess(ModelWorkerProcess):
         super().setup()
         self._manager = self._experiment.gserver_manager[0]
 
+    def teardown(self) -> None:
+        """Take no more trajectories."""
+        if self._intake is not None:
+            self._intake.close()
+
     def _read_dataset(self) -> Dataset | None:
         """The data of the rollout workers: an epoch is as long. Opens the buffer, too, whose errors end the trial."""
         if self.rank != BUFFER_RANK:

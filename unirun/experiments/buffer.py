@@ -412,10 +412,17 @@ class Intake:
         """Seconds in which there was none."""
         self.error: Exception | None = None
         """The end of the thread, which `raise_error` tells."""
+        self._thread = threading.Thread(target=self._run, name="trajectories", daemon=True)
+        self._closed = False
 
     def start(self) -> None:
         """Begin."""
-        threading.Thread(target=self._run, name="trajectories", daemon=True).start()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take no more, and end the thread. What it has taken is on disk then."""
+        self._closed = True
+        self._thread.join()
 
     def raise_error(self) -> None:
         """Raise the error that has ended the thread, if there is one."""
@@ -423,7 +430,7 @@ class Intake:
             raise self.error
 
     def _run(self) -> None:
-        while self.error is None:
+        while self.error is None and not self._closed:
             try:
                 self.take()
             except Exception as error:  # noqa: BLE001 - the master is told, with the next call

@@ -16,6 +16,7 @@ import torch
 from unirun.errors import Fault, SpecError, UsageError
 from unirun.experiments.config import Registry, register_dataset
 from unirun.experiments.sample import SequenceSample
+from unirun.wire.reporting import report
 
 TOKENIZERS: Registry[Callable[[], Any]] = Registry("tokenizer")
 
@@ -27,14 +28,29 @@ def register_tokenizer(name: str, make: Callable[[], Any]) -> None:
 
 
 def load_tokenizer(name_or_path: str) -> Any:
-    """A tokenizer that is registered, or of a path or name that transformers knows; None without a name."""
+    """A tokenizer that is registered, or of a path or name that transformers knows; None without a name. Says so before
+    it asks the hub, which may take minutes if it cannot be reached. Raises `UsageError`."""
     if not name_or_path:
         return None
     if name_or_path in TOKENIZERS:
         return TOKENIZERS.find(name_or_path)()
     from transformers import AutoTokenizer
 
-    found = AutoTokenizer.from_pretrained(name_or_path)
+    try:
+        found = AutoTokenizer.from_pretrained(name_or_path, local_files_only=True)
+    except (OSError, ValueError):
+        there = ", ".join(TOKENIZERS.names()) or "none"
+        report(
+            f"unirun: no tokenizer is registered as {name_or_path!r} (there are: {there}), and this host has none of "
+            "that name: Hugging Face's hub is asked"
+        )
+        try:
+            found = AutoTokenizer.from_pretrained(name_or_path)
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"there is no tokenizer {name_or_path!r}: {str(error).partition(chr(10))[0]}",
+                f"give a path, a name of the hub's, or one that is registered: {there}",
+            ) from error
     if found.pad_token_id is None:
         found.pad_token = found.eos_token
     return found

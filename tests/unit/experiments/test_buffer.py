@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,16 @@ def test_what_has_come_together_is_written_together(tmp_path: Path, monkeypatch:
     assert len(written) == 1
     assert (intake.accepted, intake.rejected, source.dropped, source.used) == (2, 1, ["1"], 1)
     assert [meta.ids[0] for _, meta in Buffer(tmp_path).since(0)[1]] == ["c", "a", "b"]
+
+
+def test_the_thread_ends_when_it_is_closed(tmp_path: Path) -> None:
+    made, source = Buffer(tmp_path), Source("a")
+    queue: Any = source
+    intake = Intake(made, queue, lambda each: True)
+    intake.start()
+    intake.close()
+    intake.raise_error()
+    assert "trajectories" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_an_item_has_one_id(tmp_path: Path) -> None:

@@ -233,6 +233,23 @@ class TestTokenizers:
         assert isinstance(tokenizer, Letters)
         assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
 
+    def test_one_that_is_not_known_is_told_before_the_hub_is_asked(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        def asked(name: str, *, local_files_only: bool = False) -> None:
+            assert local_files_only == (
+                "the hub" not in capsys.readouterr().err.replace("'s hub", " the hub")
+            )
+            raise OSError("no connection\nat all")
+
+        monkeypatch.setattr(AutoTokenizer, "from_pretrained", asked)
+        with pytest.raises(UsageError) as caught:
+            load_tokenizer("tests-leters")
+        assert caught.value.problem == "there is no tokenizer 'tests-leters': no connection"
+        assert "tests-letters" in caught.value.remedy
+
     def test_without_a_name_there_is_none(self) -> None:
         assert load_tokenizer("") is None
 
