@@ -42,6 +42,8 @@ from unirun.experiments import (
 )
 from unirun.rollout import Recorder
 
+ACTOR, BEFORE = ModelName("actor"), "proximal_logprobs"
+
 # The weights are those of the channel: the servers begin with random ones. Their model has no tokenizer.
 SERVERS: Mapping[str, Mapping[str, Any]] = {
     "builtin": {"load_format": "dummy"},
@@ -84,6 +86,7 @@ class AsyncGRPO(Experiment):
 
     preload = ("reasoning_gym",)
     agent, env = "solver", "null"
+    workers = 2
     weights: str = ""
     samples: int = 3000
     batch: int = 32
@@ -101,47 +104,53 @@ class AsyncGRPO(Experiment):
     steps: int = 0
 
     def scheduling_setup(self) -> ExperimentScheduling:
-        """Two model workers, and those that make trajectories for them."""
+        """The model workers, and those that make trajectories for them."""
         return ExperimentScheduling(
-            TasksGroup(2, Scheduling.model_worker_default(gpu=0)),
+            TasksGroup(self.workers, Scheduling.model_worker_default(gpu=0)),
             generation_server=TasksGroup(self.servers, Scheduling.generation_server_default(gpu=0)),
             rollout_worker=TasksGroup(self.rollouts, Scheduling.rollout_worker_default()),
         )
 
-    def initial_setup(self) -> ExperimentConfig:
-        """One model, two calls, and what makes their data."""
-        actor, kind, n = ModelName("actor"), ModelInterfaceType, self.batch
-        policy = ModelInterfaceAbstraction("decoupled_grpo", {"minibatches": self.updates})
-        before = "proximal_logprobs"
-        calls = [
+    def calls(self) -> list[MFCDef]:
+        """Those of the policy: as it is before the step, then the step."""
+        kind, n = ModelInterfaceType, self.batch
+        policy = self.interface("decoupled_grpo")
+        return [
             MFCDef(
-                "actorInf",
-                n,
-                kind.INFERENCE,
-                policy,
-                actor,
-                (TOKENS,),
-                (before,),
-                output_key_remap={"packed_logprobs": before},
+                "actorInf", n, kind.INFERENCE, policy, ACTOR, (TOKENS,), (BEFORE,),
+                output_key_remap={"packed_logprobs": BEFORE},
             ),
             MFCDef(
-                "actorTrain",
-                n,
-                kind.TRAIN_STEP,
-                policy,
-                actor,
-                (TOKENS, "prompt_mask", "packed_logprobs", "rewards", before),
+                "actorTrain", n, kind.TRAIN_STEP, policy, ACTOR,
+                (TOKENS, "prompt_mask", "packed_logprobs", "rewards", BEFORE),
                 log_return_value=True,
             ),
-        ]
+        ]  # fmt: skip
+
+    def interface(self, name: str, **args: Any) -> ModelInterfaceAbstraction:
+        """An interface of the policy, which answers held-out sums, too."""
+        scored = {"reward": "experiments.sums:score", "max_new_tokens": ROOM}
+        return ModelInterfaceAbstraction(name, {"minibatches": self.updates, **scored, **args})
+
+    def trained(self, lr: float) -> ModelBackendAbstraction:
+        """A model that is trained."""
         schedule = {"schedule": "linear", "warmup": 0.05, "updates": self.updates}
-        trained = ModelBackendAbstraction("ddp", {"lr": self.lr, **schedule})
-        models = {actor: Allocation(llama(weights=self.weights), trained, topology(data=2))}
+        return ModelBackendAbstraction("ddp", {"lr": lr, **schedule})
+
+    def models(self) -> dict[ModelName, Allocation]:
+        """The policy, in two data-parallel ranks."""
+        held_out = questions(200, held_out=True)
+        network = llama(weights=self.weights)
+        return {ACTOR: Allocation(network, self.trained(self.lr), topology(data=2), 0, held_out)}
+
+    def initial_setup(self) -> ExperimentConfig:
+        """The models, their calls, and what makes their data."""
+        n = self.batch
         options = {**SERVERS[self.backend], "python": self.python}
         server = GenerationServer(self.seed, self.backend, options, str(LLAMA), 1)
         worker = RolloutWorker(
             self.seed,
-            actor,
+            ACTOR,
             "characters",
             ROOM,
             60,
@@ -153,13 +162,14 @@ class AsyncGRPO(Experiment):
             exp_ctrl=ExperimentSaveEvalControl(
                 total_train_epochs=self.epochs,
                 ckpt_freq_steps=self.ckpt_freq_steps,
+                eval_freq_steps=10,
                 benchmark_steps=self.steps or None,
             ),
-            model_rpcs=calls,
-            model_worker=model_workers(models, seed=self.seed, tokenizer="characters"),
+            model_rpcs=self.calls(),
+            model_worker=model_workers(self.models(), seed=self.seed, tokenizer="characters"),
             generation_server=[server] * self.servers,
             gserver_manager=[
-                GserverManager(actor, self.servers, "least_requests", self.eta, n, 60, 4 * n),
+                GserverManager(ACTOR, self.servers, "least_requests", self.eta, n, 60, 4 * n),
             ],
             rollout_worker=[worker] * self.rollouts,
         )

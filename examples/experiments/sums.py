@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,11 @@ def sums(count: int, *, held_out: bool = False, seed: int = 0) -> list[dict[str,
         if len(found) == count:
             break
     return list(found.values())
+
+
+def score(row: Mapping[str, Any], text: str) -> float:
+    """1 for the right number."""
+    return float(text == row["answer"])
 
 
 class Questions(PromptDataset):

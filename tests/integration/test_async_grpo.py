@@ -16,7 +16,15 @@ from .harness import Unirun
 
 STEPS, BATCH, ETA = 8, 4, 1
 
-SETTINGS = (f"steps={STEPS}", f"batch={BATCH}", f"eta={ETA}", "group=4", "samples=200", "ckpt_freq_steps=100")
+SETTINGS = (
+    f"steps={STEPS}",
+    f"batch={BATCH}",
+    f"eta={ETA}",
+    "updates=2",
+    "group=4",
+    "samples=200",
+    "ckpt_freq_steps=100",
+)
 
 
 def check(root: Path) -> None:
@@ -47,10 +55,39 @@ def check(root: Path) -> None:
 @pytest.mark.chaos
 @pytest.mark.usefixtures("warm_models")
 @pytest.mark.timeout(300)
+def test_with_a_critic_that_says_what_each_token_was_worth(unirun: Unirun) -> None:
+    env = {"PYTHONPATH": str(ROOT / "examples")}
+    trial = ("-e", "async-ppo", "-f", "first", "--module", "experiments.async_ppo")
+    settings = ("steps=3", "batch=16", "samples=200", "ckpt_freq_steps=2", "servers=1")
+    result = unirun("experiment", "start", *trial, *settings, env=env, within=240)
+    assert result.code == 0, result.err
+    root = unirun.home / "experiments/async-ppo/first"
+    figures = [json.loads(line) for line in (root / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in figures] == [1, 2, 3]
+    # The servers have the weights that are trained.
+    assert figures[0]["actorTrain/ratio_max"] == pytest.approx(1.0, abs=1e-3)
+    assert all(line["criticTrain/loss"] > 0.0 for line in figures)
+    evaluated = [json.loads(line) for line in (root / "evaluations.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in evaluated] == [0, 3]
+    assert all(0.0 <= line["actorTrain/eval_reward"] <= 1.0 for line in evaluated)
+    assert all(1.0 <= line["actorTrain/eval_tokens"] <= 4.0 for line in evaluated)
+
+
+@pytest.mark.chaos
+@pytest.mark.usefixtures("warm_models")
+@pytest.mark.timeout(300)
 def test_what_an_environment_says_between_two_turns_is_not_trained_on(unirun: Unirun) -> None:
     env = {"PYTHONPATH": str(ROOT / "examples")}
     trial = ("-e", "async-two-turns", "-f", "first", "--module", "experiments.two_turns")
-    settings = ("steps=1", "batch=4", "group=4", "samples=200", "ckpt_freq_steps=100", "servers=1")
+    settings = (
+        "steps=1",
+        "batch=4",
+        "updates=2",
+        "group=4",
+        "samples=200",
+        "ckpt_freq_steps=100",
+        "servers=1",
+    )
     result = unirun("experiment", "start", *trial, *settings, env=env, within=240)
     assert result.code == 0, result.err
     buffer = Buffer(unirun.home / "experiments/async-two-turns/first/recover/buffer")

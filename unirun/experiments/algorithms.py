@@ -6,6 +6,7 @@ given those before. Trajectories have the keys of `unirun.experiments.checks.TRA
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -13,10 +14,11 @@ import torch
 
 from unirun.errors import UsageError
 from unirun.experiments.graph import MicroBatchSpec
-from unirun.experiments.models.api import Model, ModelInterface
+from unirun.experiments.models.api import GenerationConfig, Model, ModelInterface
 from unirun.experiments.sample import SequenceSample, balanced
 
 TOKENS, MASK, BEHAVIOUR, PROXIMAL = "packed_input_ids", "prompt_mask", "packed_logprobs", "proximal_logprobs"
+PROMPTS = "packed_prompts"
 
 
 def logprobs_of(logits: torch.Tensor, sample: SequenceSample, temperature: float = 1.0) -> torch.Tensor:
@@ -84,13 +86,17 @@ class DecoupledGRPO(ModelInterface):
         *,
         scaled: bool = True,
         drop_equal: bool = True,
+        reward: str = "",
+        max_new_tokens: int = 256,
     ) -> None:
         """`minibatches`: steps of the optimizer in each step. `temperature` is that of generation. With `drop_equal`,
-        groups whose rewards are all equal are refused."""
+        groups whose rewards are all equal are refused. `reward` is the function ``package.module:name`` that scores
+        held-out answers, of `max_new_tokens` at most."""
         if minibatches < 1:
             raise UsageError(f"minibatches is {minibatches}", "it is 1 or more")
         self._clip, self._cap, self._parts = clip, cap, minibatches
         self._temperature, self._scaled, self._drop_equal = temperature, scaled, drop_equal
+        self._reward, self._room = reward, max_new_tokens
 
     def accepts(self, trajectories: SequenceSample) -> bool:
         """Not groups without variance."""
@@ -107,9 +113,8 @@ class DecoupledGRPO(ModelInterface):
 
     def train_step(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> dict[str, float]:
         """Train on all of them, a part in each step of the optimizer."""
-        counts = [len(lengths) for lengths in sample.seqlens["rewards"]]
-        gains = group_advantages(sample["rewards"], counts, scaled=self._scaled)
-        more = SequenceSample.packed({"gains": gains}, {"gains": sample.seqlens["rewards"]}, sample.ids)
+        gains = self.advantages(model, sample)
+        more = SequenceSample.packed({"gains": gains}, {"gains": sample.seqlens[TOKENS]}, sample.ids)
         sample = sample.update(more)
         found: list[dict[str, float]] = []
         for places in balanced(sample.sizes(TOKENS), self._parts):
@@ -129,15 +134,37 @@ class DecoupledGRPO(ModelInterface):
             figures["skipped_steps"] = each["skipped_steps"][-1]
         return {**figures, "reward": float(sample["rewards"].float().mean()) if len(sample) else 0.0}
 
+    def advantages(self, model: Model, sample: SequenceSample) -> torch.Tensor:
+        """The advantage of each token: that of its sequence in its group. An algorithm with a critic overrides it."""
+        counts = [len(lengths) for lengths in sample.seqlens["rewards"]]
+        gains = group_advantages(sample["rewards"], counts, scaled=self._scaled)
+        return gains.repeat_interleave(torch.tensor(sample.lengths(TOKENS), device=gains.device))
+
+    def evaluate(self, model: Model, sample: SequenceSample) -> dict[str, float]:
+        """The mean `reward` of the likeliest answers to held-out prompts, ``packed_prompts``, and their mean length.
+        The function gets the row of the prompt and the text of the answer, which is empty if it has not ended."""
+        module, _, name = self._reward.partition(":")
+        reward = getattr(importlib.import_module(module), name)
+        ends = model.tokenizer.eos_token_id
+        stop = {ends} if isinstance(ends, int) else {*ends}
+        how = GenerationConfig(greedy=True, max_new_tokens=self._room)
+        made = model.running().generate(sample, PROMPTS, MicroBatchSpec(), how, stop=stop, seed=0)
+        if made is None:
+            return {}
+        rewards, tokens = 0.0, 0
+        for row, (answer,), (ended,) in zip(sample.metadata["row"], made.tokens, made.ended, strict=True):
+            # The last token ends it.
+            rewards += float(reward(row, model.tokenizer.decode(answer[:-1].tolist()) if ended else ""))
+            tokens += len(answer)
+        return {"reward": rewards, "tokens": float(tokens), "count": float(len(sample))}
+
     def _loss(
         self, logits: torch.Tensor, part: SequenceSample
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor | float]]:
         mask, behaviour = ~part[MASK], part[BEHAVIOUR]
         proximal = part[PROXIMAL] if PROXIMAL in part.keys else behaviour
         now = logprobs_of(logits, part, self._temperature)
-        lengths = torch.tensor(part.lengths(TOKENS), device=now.device)
-        gains = part["gains"].repeat_interleave(lengths)
-        each = decoupled_ppo_loss(now, proximal, behaviour, gains, self._clip, self._cap)
+        each = decoupled_ppo_loss(now, proximal, behaviour, part["gains"], self._clip, self._cap)
         apart = (now.detach() - proximal)[mask]
         weight = (proximal - behaviour)[mask].exp()
         return each[mask].sum(), {

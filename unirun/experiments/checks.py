@@ -135,6 +135,7 @@ def _call_faults(config: ExperimentDescription) -> Faults:
             yield Fault(where, problem, "define it, or correct interface_type or interface_impl")
         elif of_ours:
             yield from _method_faults(where, call, getattr(cls, method))
+        yield from _minibatch_faults(config, call)
         try:
             check_reductions(getattr(cls, "reductions", {}))
         except UsageError as error:
@@ -154,6 +155,19 @@ def _method_faults(where: str, call: MFCDef, method: Any) -> Faults:
         name = f"{call.interface_impl.type_!r}: {method.__name__}()"
         remedy = f"write def {method.__name__}(self, {', '.join(given)})"
         yield Fault(where, f"interface {name} is called with {', '.join(given)}: {error}", remedy)
+
+
+def _minibatch_faults(config: ExperimentDescription, call: MFCDef) -> Faults:
+    """More parts of a step than a data-parallel rank has groups: a part without any would step the optimizer."""
+    parts, shard = call.interface_impl.args.get("minibatches"), config.models().get(call.model_name)
+    if not call.trains or not isinstance(parts, int) or shard is None:
+        return
+    ranks = shard.id.topo.get_dim("data")
+    if parts > call.n_seqs // ranks:
+        problem = (
+            f"minibatches is {parts}, and each of {ranks} data-parallel ranks has {call.n_seqs // ranks} ids"
+        )
+        yield Fault(f"model_rpcs.{call.name}", problem, "make it smaller, or n_seqs larger")
 
 
 def _hook_faults(config: ExperimentDescription) -> Faults:
@@ -306,6 +320,13 @@ def _evaluation_faults(config: ExperimentDescription) -> Faults:
     if control.every("eval") and not any(s.eval_dataset for w in config.model_worker for s in w.shards):
         problem = "an eval_freq_… is set, and no shard has an eval_dataset"
         yield Fault("exp_ctrl", problem, "give Allocation(…, eval_dataset=…), or leave eval_freq_… out")
+    evaluated = {name for name, shard in config.models().items() if shard.eval_dataset is not None}
+    for call in config.model_rpcs:
+        chosen, scored = call.interface_impl, call.trains and call.model_name in evaluated
+        if scored and chosen.type_ == "decoupled_grpo" and not chosen.args.get("reward"):
+            problem = f"{call.model_name} has an eval_dataset, and nothing scores its answers"
+            remedy = "give the interface reward='package.module:function'"
+            yield Fault(f"model_rpcs.{call.name}", problem, remedy)
     if not config.auto_eval:
         return
     if evaluator.dataset is None or evaluator.dataset.type_ not in DATASETS:
@@ -399,6 +420,8 @@ def _rollout_faults(where: str, rollout: RolloutWorker, managers: list[GserverMa
         yield Fault(where, "it has no datasets", "give it at least one")
     if not rollout.tokenizer_path:
         yield Fault(f"{where}.tokenizer_path", "it is empty", "give the tokenizer of the model")
+    elif why := _unknown_tokenizer(rollout.tokenizer_path):
+        yield Fault(f"{where}.tokenizer_path", why, TOKENIZER_RULE)
     for each in rollout.datasets:
         yield from _unregistered(where, DATASETS, each.type_)
     yield from _unregistered(where, AGENTS, rollout.agent.type_)
@@ -530,9 +553,8 @@ def file_faults(config: ExperimentDescription) -> list[Fault]:
 
 def _file_faults(config: ExperimentDescription) -> Faults:
     tokenizer = config.model_worker[0].tokenizer_name_or_path
-    if tokenizer and tokenizer not in TOKENIZERS and (why := _absent(tokenizer)):
-        remedy = "give a path, a name of Hugging Face's, or a registered one"
-        yield Fault("tokenizer_name_or_path", why, remedy)
+    if tokenizer and (why := _unknown_tokenizer(tokenizer)):
+        yield Fault("tokenizer_name_or_path", why, TOKENIZER_RULE)
     for where, dataset in _datasets(config):
         if not _has_rows(dataset):
             continue
@@ -555,6 +577,15 @@ def _file_faults(config: ExperimentDescription) -> Faults:
         if count is not None and count < ranks:
             problem = f"it has {count} samples, and the model has {ranks} data-parallel ranks"
             yield Fault(f"models.{name}.eval_dataset", problem, "make it larger")
+
+
+TOKENIZER_RULE = "give a path, a name of Hugging Face's, or a registered one"
+"""The remedy for a wrong tokenizer."""
+
+
+def _unknown_tokenizer(name: str) -> str:
+    """The problem of a tokenizer that cannot be: empty for one that is registered, is there, or may be on the hub."""
+    return "" if name in TOKENIZERS else _absent(name)
 
 
 def _absent(name: str) -> str:

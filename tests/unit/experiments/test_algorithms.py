@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from unirun.experiments.algorithms import (
     logprobs_of,
 )
 from unirun.experiments.graph import MicroBatchSpec
-from unirun.experiments.models.api import Model
+from unirun.experiments.models.api import Generated, Model
 from unirun.experiments.models.backends import TrainBackend, causal_lm
 from unirun.experiments.sample import SequenceSample
 
@@ -92,6 +93,47 @@ def test_groups_without_variance_are_refused_unless_they_are_wanted() -> None:
 def test_a_step_with_fewer_groups_than_parts_has_the_figures_of_those_that_there_are() -> None:
     figures = DecoupledGRPO(minibatches=3).train_step(model(), trajectories((0.0, 1.0)), MicroBatchSpec())
     assert figures["ratio"] == figures["ratio_max"] == pytest.approx(1.0)
+
+
+class Digits:
+    """A token is a digit; 0 ends."""
+
+    eos_token_id = 0
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text."""
+        return "".join(map(str, tokens))
+
+
+def score(row: dict[str, str], text: str) -> float:
+    """1 for the answer of the row."""
+    return float(text == row["answer"])
+
+
+class Answers:
+    """An engine whose answers are given."""
+
+    def __init__(self, *answers: tuple[list[int], bool]) -> None:
+        self._made = Generated(
+            [[torch.tensor(tokens)] for tokens, _ in answers],
+            [[torch.zeros(len(tokens))] for tokens, _ in answers],
+            [[ended] for _, ended in answers],
+        )
+
+    def generate(self, *request: object, stop: set[int], seed: int) -> Generated:
+        """All of them."""
+        assert stop == {0}
+        return self._made
+
+
+def test_held_out_answers_are_scored_by_a_function_and_those_that_have_not_ended_are_empty() -> None:
+    prompts = SequenceSample.of(
+        {"packed_prompts": [torch.tensor([3])] * 3}, ["a", "b", "c"], row=[{"answer": "12"}] * 3
+    )
+    engine: Any = Answers(([1, 2, 0], True), ([1, 2], False), ([5, 0], True))
+    policy = Model(place(), torch.nn.Identity(), Digits(), engine)
+    interface = DecoupledGRPO(reward=f"{__name__}:score", max_new_tokens=3)
+    assert interface.evaluate(policy, prompts) == {"reward": 1.0, "tokens": 7.0, "count": 3.0}
 
 
 def test_a_step_makes_the_better_sequence_of_a_group_likelier() -> None:

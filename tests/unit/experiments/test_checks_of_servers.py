@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from tests.unit.experiments.sample_configs import (
     ACTOR,
     COPY,
@@ -24,10 +26,11 @@ from unirun.experiments.config import (
     GenerationServer,
     GserverManager,
     RolloutWorker,
+    model_workers,
     register_agent,
 )
 from unirun.experiments.experiment import ExperimentConfig
-from unirun.experiments.graph import ModelName
+from unirun.experiments.graph import ModelInterfaceAbstraction, ModelName, topology
 
 
 class Silent:
@@ -71,6 +74,24 @@ def with_servers(
 
 def test_a_server_a_manager_and_a_worker_are_right() -> None:
     assert [*faults_of(with_servers())] == []
+
+
+def test_more_parts_of_a_step_than_groups_and_held_out_data_that_nothing_scores() -> None:
+    config = with_servers()
+    policy = ModelInterfaceAbstraction("decoupled_grpo", {"minibatches": 5})
+    config.model_rpcs = [structs.replace(config.model_rpcs[0], interface_impl=policy)]
+    config.model_worker = model_workers(
+        {ACTOR: replace(at(topology(data=2)), eval_dataset=PROMPTS)}, tokenizer="letters"
+    )
+    assert texts_of(faults_of(config)) == [
+        "model_rpcs.train: minibatches is 5, and each of 2 data-parallel ranks has 4 ids",
+        "model_rpcs.train: actor@0 has an eval_dataset, and nothing scores its answers",
+    ]
+
+
+def test_a_tokenizer_that_is_not_there() -> None:
+    config = with_servers(rollouts=[rollout(tokenizer_path="./none")])
+    assert only(config) == "rollout_worker.0.tokenizer_path: there is no none"
 
 
 def test_servers_without_a_manager() -> None:
