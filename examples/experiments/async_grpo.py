@@ -82,7 +82,10 @@ register_agent("solver", Solver)
 
 @dataclass
 class AsyncGRPO(Experiment):
-    """The settings of the experiment. `weights` is the model that ``sft`` has saved; without it the actor is new."""
+    """The settings of the experiment. `weights` is the model that ``sft`` has saved; without it the actor is new.
+
+    Without `decoupled`, the ratio of PPO's loss is to the policies that have made the tokens. Groups whose rewards are
+    all equal teach nothing; with `drop_equal` others take their place."""
 
     preload = ("reasoning_gym",)
     agent, env = "solver", "null"
@@ -94,6 +97,8 @@ class AsyncGRPO(Experiment):
     eta: int = 2
     epochs: int = 2
     updates: int = 4
+    decoupled: bool = True
+    drop_equal: bool = True
     lr: float = 6e-4
     seed: int = 1
     servers: int = 2
@@ -112,25 +117,28 @@ class AsyncGRPO(Experiment):
         )
 
     def calls(self) -> list[MFCDef]:
-        """Those of the policy: as it is before the step, then the step."""
-        kind, n = ModelInterfaceType, self.batch
-        policy = self.interface("decoupled_grpo")
-        return [
-            MFCDef(
-                "actorInf", n, kind.INFERENCE, policy, ACTOR, (TOKENS,), (BEFORE,),
-                output_key_remap={"packed_logprobs": BEFORE},
-            ),
-            MFCDef(
-                "actorTrain", n, kind.TRAIN_STEP, policy, ACTOR,
-                (TOKENS, "prompt_mask", "packed_logprobs", "rewards", BEFORE),
-                log_return_value=True,
-            ),
-        ]  # fmt: skip
+        """Those of the policy."""
+        return self.policy_calls("decoupled_grpo")
 
-    def interface(self, name: str, **args: Any) -> ModelInterfaceAbstraction:
+    def policy_calls(self, interface: str, *more: str) -> list[MFCDef]:
+        """The policy as it is before the step, then the step, which needs `more` keys."""
+        kind, n = ModelInterfaceType, self.batch
+        policy = self.interface(interface)
+        keys = (TOKENS, "prompt_mask", "packed_logprobs", "rewards", *more, *[BEFORE] * self.decoupled)
+        train = MFCDef("actorTrain", n, kind.TRAIN_STEP, policy, ACTOR, keys, log_return_value=True)
+        if not self.decoupled:
+            return [train]
+        renamed = {"packed_logprobs": BEFORE}
+        before = MFCDef(
+            "actorInf", n, kind.INFERENCE, policy, ACTOR, (TOKENS,), (BEFORE,), output_key_remap=renamed
+        )
+        return [before, train]
+
+    def interface(self, name: str) -> ModelInterfaceAbstraction:
         """An interface of the policy, which answers held-out sums, too."""
         scored = {"reward": "experiments.sums:score", "max_new_tokens": ROOM}
-        return ModelInterfaceAbstraction(name, {"minibatches": self.updates, **scored, **args})
+        parts = {"minibatches": self.updates, "drop_equal": self.drop_equal}
+        return ModelInterfaceAbstraction(name, {**parts, **scored})
 
     def trained(self, lr: float) -> ModelBackendAbstraction:
         """A model that is trained."""
@@ -142,6 +150,15 @@ class AsyncGRPO(Experiment):
         held_out = questions(200, held_out=True)
         network = llama(weights=self.weights)
         return {ACTOR: Allocation(network, self.trained(self.lr), topology(data=2), 0, held_out)}
+
+    def control(self) -> ExperimentSaveEvalControl:
+        """The end, and what is done before it."""
+        return ExperimentSaveEvalControl(
+            total_train_epochs=self.epochs,
+            ckpt_freq_steps=self.ckpt_freq_steps,
+            eval_freq_steps=10,
+            benchmark_steps=self.steps or None,
+        )
 
     def initial_setup(self) -> ExperimentConfig:
         """The models, their calls, and what makes their data."""
@@ -159,12 +176,7 @@ class AsyncGRPO(Experiment):
             [questions(self.samples)],
         )
         return ExperimentConfig(
-            exp_ctrl=ExperimentSaveEvalControl(
-                total_train_epochs=self.epochs,
-                ckpt_freq_steps=self.ckpt_freq_steps,
-                eval_freq_steps=10,
-                benchmark_steps=self.steps or None,
-            ),
+            exp_ctrl=self.control(),
             model_rpcs=self.calls(),
             model_worker=model_workers(self.models(), seed=self.seed, tokenizer="characters"),
             generation_server=[server] * self.servers,

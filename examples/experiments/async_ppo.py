@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from experiments.async_grpo import ACTOR, BEFORE, AsyncGRPO
+from experiments.async_grpo import AsyncGRPO
 from experiments.policy import TOKENS, whitened
 from experiments.sums import llama
 from unirun.experiments import (
@@ -46,10 +46,12 @@ register_interface("decoupled_ppo", DecoupledPPO)
 
 @dataclass
 class AsyncPPO(AsyncGRPO):
-    """The settings of `async-grpo`, and those of the critic."""
+    """The settings of `async-grpo`, and those of the critic. A group of one answer is worth a step, as the critic says
+    what was expected."""
 
     workers = 3
     group: int = 1
+    drop_equal: bool = False
     batch: int = 128
     critic_lr: float = 1e-3
     kl: float = 0.02
@@ -57,26 +59,17 @@ class AsyncPPO(AsyncGRPO):
     def calls(self) -> list[MFCDef]:
         """Those of the policy, of the critic and of the reference."""
         kind, n = ModelInterfaceType, self.batch
-        # A group of one answer is worth a step: the critic says what was expected.
-        policy = self.interface("decoupled_ppo", drop_equal=False)
         values = ModelInterfaceAbstraction("ppo_critic", {"kl": self.kl, "minibatches": self.updates})
-        made = (TOKENS, "prompt_mask", "packed_logprobs")
+        made, reference = (TOKENS, "prompt_mask", "packed_logprobs"), "packed_ref_logprobs"
         return [
+            *self.policy_calls("decoupled_ppo", "advantages"),
             MFCDef(
-                "actorInf", n, kind.INFERENCE, policy, ACTOR, (TOKENS,), (BEFORE,),
-                output_key_remap={"packed_logprobs": BEFORE},
+                "refInf", n, kind.INFERENCE, self.interface("decoupled_ppo"), REF, (TOKENS,), (reference,),
+                output_key_remap={"packed_logprobs": reference},
             ),
             MFCDef(
-                "refInf", n, kind.INFERENCE, policy, REF, (TOKENS,), ("packed_ref_logprobs",),
-                output_key_remap={"packed_logprobs": "packed_ref_logprobs"},
-            ),
-            MFCDef(
-                "criticInf", n, kind.INFERENCE, values, CRITIC,
-                (*made, "packed_ref_logprobs", "rewards"), ("advantages", "returns"),
-            ),
-            MFCDef(
-                "actorTrain", n, kind.TRAIN_STEP, policy, ACTOR,
-                (*made, "rewards", "advantages", BEFORE), log_return_value=True,
+                "criticInf", n, kind.INFERENCE, values, CRITIC, (*made, reference, "rewards"),
+                ("advantages", "returns"),
             ),
             MFCDef(
                 "criticTrain", n, kind.TRAIN_STEP, values, CRITIC, (TOKENS, "prompt_mask", "returns"),
