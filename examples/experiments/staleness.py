@@ -146,7 +146,7 @@ def main() -> int:
     parser.add_argument("--etas", default="0,1,4")
     parser.add_argument("--out", type=Path, default=Path("staleness.png"))
     parser.add_argument("--root", type=Path, default=Path("trials"), help="where the trials have their files")
-    parser.add_argument("settings", nargs="*", help="of all trials but the first, such as batch=100 epochs=4")
+    parser.add_argument("settings", nargs="*", help="of all trials but the first, such as batch=125 epochs=8")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     root, etas = options.root.absolute(), [*map(int, options.etas.split(","))]
