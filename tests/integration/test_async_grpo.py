@@ -55,20 +55,23 @@ def check(root: Path) -> None:
 @pytest.mark.chaos
 @pytest.mark.usefixtures("warm_models")
 @pytest.mark.timeout(300)
-def test_with_a_critic_that_says_what_each_token_was_worth(unirun: Unirun) -> None:
+def test_with_a_critic_whose_worker_works_for_the_next_step_and_is_killed(unirun: Unirun) -> None:
     env = {"PYTHONPATH": str(ROOT / "examples")}
     trial = ("-e", "async-ppo", "-f", "first", "--module", "experiments.async_ppo")
-    settings = ("steps=3", "batch=16", "samples=200", "ckpt_freq_steps=2", "servers=1")
-    result = unirun("experiment", "start", *trial, *settings, env=env, within=240)
+    settings = ("steps=5", "batch=16", "samples=200", "ckpt_freq_steps=2", "servers=1")
+    job = unirun.start("experiment", "start", *trial, *settings, env=env)
+    job.lines(r"step 3: (.*)", within=200)
+    os.kill(int(unirun.workers()["model_worker:2"]["pid"]), signal.SIGKILL)
+    result = job.end(within=200)
     assert result.code == 0, result.err
     root = unirun.home / "experiments/async-ppo/first"
     figures = [json.loads(line) for line in (root / "steps.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in figures] == [1, 2, 3]
+    assert [line["step"] for line in figures] == [1, 2, 3, 4, 5]
     # The servers have the weights that are trained.
     assert figures[0]["actorTrain/ratio_max"] == pytest.approx(1.0, abs=1e-3)
     assert all(line["criticTrain/loss"] > 0.0 for line in figures)
     evaluated = [json.loads(line) for line in (root / "evaluations.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in evaluated] == [0, 3]
+    assert [line["step"] for line in evaluated] == [0, 5]
     assert all(0.0 <= line["actorTrain/eval_reward"] <= 1.0 for line in evaluated)
     assert all(1.0 <= line["actorTrain/eval_tokens"] <= 4.0 for line in evaluated)
 

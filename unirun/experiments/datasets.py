@@ -47,8 +47,9 @@ def load_tokenizer(name_or_path: str) -> Any:
         try:
             found = AutoTokenizer.from_pretrained(name_or_path)
         except (OSError, ValueError) as error:
+            why = str(error).splitlines()[0].rstrip(".")
             raise UsageError(
-                f"there is no tokenizer {name_or_path!r}: {str(error).partition(chr(10))[0]}",
+                f"there is no tokenizer {name_or_path!r}: {why}",
                 f"give a path, a name of the hub's, or one that is registered: {there}",
             ) from error
     if found.pad_token_id is None:
