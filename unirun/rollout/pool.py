@@ -222,6 +222,13 @@ class Pool:
         try:
             while (group := await self._next(ready)) is not None:
                 gate.untaken -= 1
+                if self._bound is not None and self._bound.is_stale(group.version, self._version):
+                    # It has waited here, or its engine was behind.
+                    self._counts["accepted"] -= 1
+                    self._counts["stale"] += 1
+                    gate.made -= 1
+                    gate.look()
+                    continue
                 gate.look()
                 yield group
             await feeding

@@ -206,6 +206,24 @@ def test_a_group_with_a_token_that_is_too_old_is_cancelled_and_another_one_made(
     play(story)
 
 
+def test_a_group_of_an_engine_that_is_behind_is_not_given_out_when_it_is_too_old() -> None:
+    async def story() -> None:
+        engine = FakeCompleter()
+        pool = Pool(engine, last_digit, batch=1, max_head_offpolicyness=1)
+        found = pool.run(prompts(5))
+        assert (await anext(found)).data["id"] == "p0"
+        await until(lambda: pool.outcomes.accepted == 2)
+        pool.advance(1)
+        await until(lambda: pool.outcomes.accepted == 3)
+        # Its groups are still of version 0.
+        engine.version = 2
+        pool.advance(2)
+        assert [group.version async for group in found] == [2, 2]
+        assert (pool.outcomes.accepted, pool.outcomes.stale) == (3, 2)
+
+    play(story)
+
+
 def test_answers_alone_tell_which_groups_are_too_old() -> None:
     async def story() -> None:
         engine = FakeCompleter()
