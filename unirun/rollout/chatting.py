@@ -98,8 +98,9 @@ class Chats:
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[int, ...]:
         """The tokens of a request. It goes on with the longest chat before that it begins with."""
         given = [*messages]
+        same = [*map(_substance, given)]
         for known, its_tools, tokens in sorted(self._known, key=lambda each: -len(each[0])):
-            if given[: len(known)] == known and [*its_tools] == [*tools]:
+            if same[: len(known)] == [*map(_substance, known)] and [*its_tools] == [*tools]:
                 more = self._after(known[-1], given[len(known) :], tools)
                 if more is not None:
                     # The model may have made the token with which the template ends a message.
@@ -145,6 +146,14 @@ class Chats:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _substance(message: Message) -> tuple[Any, ...]:
+    """What two messages have in common that are the same: libraries give an answer back with other ids and fields."""
+    calls = [
+        (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()
+    ]
+    return message["role"], message.get("content") or "", calls
 
 
 def _for_template(message: Message) -> Message:
