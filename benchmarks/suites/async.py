@@ -4,26 +4,36 @@ The peer is `generate` of transformers, which goes on until the longest sequence
 same network of 4 layers of 256, 16 rows at the same time, one thread, and 128 prompts whose answers have 8 to 128
 tokens, each doubling as often as the others. Time is that of the processor, as other processes may have it meanwhile.
 
+What interrupts generation is in `benchmarks.interrupted`: new weights, and a server that dies. Where sequences are
+interrupted by new weights after each 32 of them, beside waits for the longest one, the network is so small that a step
+takes nearly the same time for few rows as for many, as on a GPU.
+
 A whole trial, asynchronous, is beside the same one whose calls run in turn (`benchmarks.offpolicy`).
 """
 
 from __future__ import annotations
 
 import random
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.figure import Bar, Figure, compared, measured
+from benchmarks.interrupted import moved_seconds, run_slots, servers, update_seconds
 from benchmarks.job import DEADLINE, environment, program
 from benchmarks.offpolicy import BATCH, STAMPS, STEPS
 from benchmarks.suites.rpc import run
 from benchmarks.suites.train import home, module
+from unirun.experiments import GenerationConfig, ModelName, Place, topology
+from unirun.experiments.models.generation import Continuation, Slots
+from unirun.experiments.models.stage import Stage
 from unirun.rollout.choosing import Load, begun, choose, ended
 from unirun.values import Engine
 
@@ -39,6 +49,18 @@ OVERLAP = Bar(
     1.5,
     True,
 )
+INTERRUPTED = Bar(
+    "generation that new weights interrupt ÷ that waits for the longest sequence, tokens/s, 8 to 128 tokens",
+    "ratio",
+    1.15,
+    True,
+)
+UPDATED = Bar(
+    "pause → two built-in servers generate with new weights, 10 MB, 64 requests open, less one prefill of them",
+    "s",
+    0.05,
+)
+MOVED = Bar("built-in server killed → all its requests have a chunk from another one", "s", 0.3)
 ROOT = Path(__file__).parents[2]
 ROWS, PROMPTS, SHORTEST, LONGEST = 16, 128, 8, 128
 VOCABULARY = 512
@@ -49,7 +71,7 @@ Work = list[tuple[torch.Tensor, int]]
 
 def figures(runs: int) -> list[Figure]:
     """All figures of this suite."""
-    network, work = _network(), _work()
+    network, work, small, more = _network(256), _work(PROMPTS), _network(64), _work(2 * PROMPTS)
     with _one_thread():
         return [
             compared(
@@ -60,7 +82,17 @@ def figures(runs: int) -> list[Figure]:
                 "transformers",
                 lambda: _rate(_in_batches, network, work),
             ),
+            compared(
+                INTERRUPTED,
+                "tokens/s",
+                runs,
+                lambda: _rate(partial(_interrupted, waits=False), small, more),
+                "waiting",
+                lambda: _rate(partial(_interrupted, waits=True), small, more),
+            ),
             measured(ROUTING, runs, _routing),
+            measured(UPDATED, runs, _updated),
+            measured(MOVED, runs, _moved),
             compared(
                 OVERLAP,
                 "samples/s",
@@ -70,6 +102,19 @@ def figures(runs: int) -> list[Figure]:
                 lambda: _trial("sync"),
             ),
         ]
+
+
+def _updated() -> float:
+    with tempfile.TemporaryDirectory() as folder, servers(Path(folder)) as found:
+        urls = [url for url, _ in found]
+        # The first time is slower.
+        update_seconds(urls)
+        return update_seconds(urls)
+
+
+def _moved() -> float:
+    with tempfile.TemporaryDirectory() as folder, servers(Path(folder)) as found:
+        return moved_seconds(found)
 
 
 def _trial(side: str) -> float:
@@ -94,15 +139,15 @@ def _routing() -> float:
     return (time.process_time() - began) / 5_000 * 1e6
 
 
-def _network() -> Any:
+def _network(width: int) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         "llama",
         vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=4,
@@ -112,14 +157,14 @@ def _network() -> Any:
     return network.eval()
 
 
-def _work() -> Work:
+def _work(prompts: int) -> Work:
     chosen = random.Random(0)
     return [
         (
             torch.tensor([chosen.randrange(1, VOCABULARY) for _ in range(chosen.randint(8, 32))]),
             round(SHORTEST * (LONGEST / SHORTEST) ** chosen.random()),
         )
-        for _ in range(PROMPTS)
+        for _ in range(prompts)
     ]
 
 
@@ -140,21 +185,27 @@ def _rate(generate: Any, network: Any, work: Work) -> float:
     return sum(count for _, count in work) / (time.process_time() - began)
 
 
-def _with_slots(network: Any, work: Work) -> None:
-    from unirun.experiments import GenerationConfig, ModelName, Place, topology
-    from unirun.experiments.models.generation import Continuation, Slots
-    from unirun.experiments.models.stage import Stage
-
+def _slots(network: Any, work: Work) -> tuple[Slots, list[Continuation]]:
     place = Place(ModelName("actor"), topology(), 0, torch.device("cpu"))
-    slots = Slots(place, Stage(deepcopy(network), place).eval(), ROWS)
     rows = [
         Continuation(prompt, GenerationConfig(greedy=True, max_new_tokens=count), seed=number)
         for number, (prompt, count) in enumerate(work)
     ]
+    return Slots(place, Stage(deepcopy(network), place).eval(), ROWS), rows
+
+
+def _with_slots(network: Any, work: Work) -> None:
+    slots, rows = _slots(network, work)
     for row in rows:
         slots.add(row)
     while slots.busy:
         slots.step()
+    assert [len(row.tokens) for row in rows] == [count for _, count in work]
+
+
+def _interrupted(network: Any, work: Work, *, waits: bool) -> None:
+    slots, rows = _slots(network, work)
+    run_slots(slots, rows, ROWS, waits=waits)
     assert [len(row.tokens) for row in rows] == [count for _, count in work]
 
 
