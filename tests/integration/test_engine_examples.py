@@ -7,6 +7,8 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
+
 from .harness import Unirun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -84,3 +86,20 @@ class TestVLLMGRPO:
         path = {"PATH": f"{vllm.parent}:{os.environ['PATH']}"}
         picture = unirun("graph", "--config", "job.yaml", "--format", "svg", cwd=self.FOLDER, env=path)
         assert picture.out == (self.FOLDER / "job.svg").read_text()
+
+
+@pytest.mark.chaos
+@pytest.mark.usefixtures("warm_models")
+def test_asynchronous_grpo_trains_on_groups_of_its_last_versions_although_a_server_is_killed(
+    unirun: Unirun, tmp_path: Path
+) -> None:
+    short = ("config.steps=4", "config.prompts=8", f"config.out={tmp_path / 'accuracy.png'}")
+    more = ("+config.warmup_steps=100", "+config.evaluate_every=1", "+config.bar=-100", "+config.held_out=50")
+    job = unirun.start("--config", "job.yaml", *short, *more, cwd=EXAMPLES / "grpo_text_async")
+    job.lines(r"GRPO step   1  reward", within=240)
+    os.kill(int(unirun.workers()["engine:0"]["pid"]), signal.SIGKILL)
+    done = job.end(within=240)
+    assert done.code == 0, done.err
+    ages = [int(age) for age in re.findall(r"ages \d+ to (\d+)", done.out)]
+    assert len(ages) == 4
+    assert max(ages) <= 2
