@@ -89,6 +89,7 @@ SECTIONS = {
     ],
     "Rollouts": [
         *(f"rollout.pool.{name}" for name in ("Pool", "Recorder")),
+        "rollout.chatting.Reply",
         *(f"rollout.episodes.{name}" for name in ("Group", "Trajectory", "Outcomes")),
         *(f"rollout.completing.{name}" for name in ("Completer", "Completion")),
         "rollout.rewards.Rewards",
@@ -178,7 +179,6 @@ SECTIONS = {
         *("experiments.SequenceSample", "experiments.NamedArray", "experiments.DatasetAbstraction"),
         *("experiments.DatasetUtility", "experiments.register_dataset", "experiments.register_tokenizer"),
         *("experiments.RolloutAgent", "experiments.register_agent", "experiments.register_environment"),
-        *("experiments.CollectingAgent", "experiments.BundledGenerationOutputs"),
         *("experiments.PromptDataset", "experiments.PromptAnswerDataset", "experiments.PairedDataset"),
         *("experiments.AgentAbstraction", "experiments.EnvServiceAbstraction"),
     ],

@@ -149,7 +149,7 @@ class Chats:
 
 
 def _substance(message: Message) -> tuple[Any, ...]:
-    """What two messages have in common that are the same: libraries give an answer back with other ids and fields."""
+    """The part of a message by which it is known again: libraries give an answer back with other ids and fields."""
     calls = [
         (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()
     ]
