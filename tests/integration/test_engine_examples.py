@@ -94,7 +94,7 @@ def test_asynchronous_grpo_trains_on_groups_of_its_last_versions_although_a_serv
     unirun: Unirun, tmp_path: Path
 ) -> None:
     short = ("config.steps=4", "config.prompts=8", f"config.out={tmp_path / 'accuracy.png'}")
-    more = ("+config.warmup_steps=100", "+config.evaluate_every=1", "+config.bar=-100", "+config.held_out=50")
+    more = ("+config.warmup_steps=100", "+config.evaluate_every=1", "config.bar=-100", "+config.held_out=50")
     job = unirun.start("--config", "job.yaml", *short, *more, cwd=EXAMPLES / "grpo_text_async")
     job.lines(r"GRPO step   1  reward", within=240)
     os.kill(int(unirun.workers()["engine:0"]["pid"]), signal.SIGKILL)
