@@ -217,6 +217,19 @@ def _(add: Add) -> None:
 
 
 @_command(
+    "profile",
+    "profile:main",
+    "Profile a rank of a running job: a flame graph, and a trace of torch's profiler.",
+)
+def _(add: Add) -> None:
+    add("job", help="the job's id, or the beginning of it")
+    add("who", help="the rank: actor:0")
+    add("--seconds", type=_seconds, default=5.0, metavar="N", help="for so long (5)")
+    add("-o", "--output", metavar="DIR", help="the directory for the files (profile-ROLE-RANK)")
+    add("--store", **STORE)
+
+
+@_command(
     "stacks", "stacks:main", "Where the ranks of a running job are: equal stacks together, the odd one first."
 )
 def _(add: Add) -> None:

@@ -38,6 +38,7 @@ from unirun.launcher.process import (
     spare_descriptors,
     takes_signal,
 )
+from unirun.launcher.profiling import Profiling
 from unirun.launcher.requests import send_request
 from unirun.launcher.sickness import NodeHealth, unanswered
 from unirun.launcher.standby import following
@@ -64,6 +65,7 @@ from unirun.wire.messages import (
     Hello,
     Inject,
     PassOn,
+    Profile,
     Reserve,
     Shutdown,
     StartRole,
@@ -288,6 +290,7 @@ class Agent:
         self._health = NodeHealth(task.node, job.path)
         self._devices = DeviceUsage()
         self._progress = ProgressWatch(job, task.spec, lambda: self._state, self._tell, self._apply)
+        self._profiling = Profiling(lambda: self._state, self._tell)
         self._debugging = Debugging(job.run_id, lambda: self._state, self._tell, self._apply)
 
     def fork_spawner(self) -> None:
@@ -525,6 +528,8 @@ class Agent:
                         self._debugging.ask(message)
                     case DebugInput():
                         self._debugging.typed(message)
+                    case Profile():
+                        self._background(self._profiling.profile(message))
                     case FollowSteps():
                         self._background(self._progress.follow(message))
                     case EndHung():

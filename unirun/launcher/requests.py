@@ -1,5 +1,5 @@
-"""Requests of an agent to a Python worker: a fault that it injects into itself (``unirun inject``), or a debugger
-(``unirun debug``).
+"""Requests of an agent to a Python worker: a fault that it injects into itself (``unirun inject``), a debugger
+(``unirun debug``), or a profile (``unirun profile``).
 
 The agent writes the request to a file in the worker's directory, and sends a signal. The handler is Python's, so the
 worker answers as soon as the main thread executes Python code: not while it is in a call of native code.
@@ -57,6 +57,11 @@ def _take(path: Path, _signum: int, frame: FrameType | None) -> None:
         from unirun.launcher.debugger import attach
 
         attach(int(amount), frame)
+        return
+    if what == "profile":
+        from unirun.launcher.profiler import profile
+
+        profile(path, float(amount), REQUEST_SIGNAL)
         return
     report(f"unirun: the fault {text} is injected")
     match what:

@@ -2,17 +2,17 @@
 
 ============  =======================================================================
 agent→master  Join Heartbeat SpawnerReady StoreOpened StoreEnded Notice Sample Late Progress Stacks Knock
-              ViewWanted Placed DebugOutput DebugEnded
+              ViewWanted Placed DebugOutput DebugEnded TracePart Profiled
               WorkerStarted WorkerRunning WorkerExited FromWorker (Serving Listening GroupFormed Resilient Boundary
               Metrics Calls MasterRequest CommitJob Health)
 master→agent  Appointed Heartbeat OpenStore Reserve StartRole StopWorkers PassOn Inject ExitAck View MasterReply
-              Shutdown AskProgress AskStacks EndHung FollowSteps Debug DebugInput
+              Shutdown AskProgress AskStacks EndHung FollowSteps Debug DebugInput Profile
 worker→agent  Hello Serving Listening GroupMeets GroupFormed Resilient Boundary Stuck Metrics Calls MasterRequest
               CommitJob WorkerError ViewWanted EngineWeights ProgressPage; Debuggee DebugOutput DebugEnded
 agent→worker  Welcome View MasterReply LocalEngines; Debug DebugInput
-CLI→master    Attach Stop PassOn Drain Inject AskStacks Debug DebugInput Heartbeat
+CLI→master    Attach Stop PassOn Drain Inject AskStacks Debug DebugInput Profile Heartbeat
 master→CLI    Heartbeat WorkerOutput RoleChanged Notice Drained Injected StacksAsked Stacks DebugOutput DebugEnded
-              Ended
+              TracePart Profiled Ended
 visitor→master Visit ViewWanted Grow
 master→visitor Welcome View Ended
 agent→spawner Spawn OpenStore Kill (`unirun.wire.reports`)
@@ -282,6 +282,15 @@ class DebugInput(Message):
 
     line: str = ""
     control: Literal["line", "interrupt", "detach"] = "line"
+    number: int = 0
+
+
+class Profile(Message):
+    """Asks for a profile of a rank of `role` for so many `seconds`. The master passes it on with a `number`."""
+
+    role: str
+    rank: int
+    seconds: float
     number: int = 0
 
 

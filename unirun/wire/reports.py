@@ -612,3 +612,23 @@ class DebugEnded(Message):
 
     number: int = 0
     problem: str = ""
+
+
+# Profiles, for ``unirun profile``.
+
+
+class TracePart(Message):
+    """The next bytes of a trace of torch's profiler, compressed, for the command with the request `number`."""
+
+    number: int
+    data: bytes
+
+
+class Profiled(Message):
+    """The end of the profile with the request `number`: its sampled `stacks`, folded, and their counts. With a
+    `problem` there are none. `without_trace` is the reason why there is no trace."""
+
+    number: int
+    stacks: tuple[tuple[str, int], ...] = ()
+    without_trace: str = ""
+    problem: str = ""

@@ -11,8 +11,11 @@ from msgspec.structs import replace
 
 from unirun.failover.state import JobState
 from unirun.wire.aio import Stream
-from unirun.wire.messages import AskStacks, Debug, DebugInput, StacksAsked
-from unirun.wire.reports import DebugEnded, DebugOutput, Stacks
+from unirun.wire.messages import AskStacks, Debug, DebugInput, Profile, StacksAsked
+from unirun.wire.reports import DebugEnded, DebugOutput, Profiled, Stacks, TracePart
+
+Answer = Stacks | DebugOutput | DebugEnded | TracePart | Profiled
+"""The messages of agents for commands."""
 
 
 class Questions:
@@ -44,15 +47,19 @@ class Questions:
         for node in nodes:
             self._agents[node].send(replace(question, number=self._number))
 
-    def debug(self, request: Debug, stream: Stream) -> None:
-        """Ask the agent of a rank for a debugger."""
+    def ask_rank(self, request: Debug | Profile, stream: Stream) -> None:
+        """Ask the agent of a rank for a debugger, or for a profile."""
         role = self._state().roles.get(request.role)
         worker = role.workers[request.rank] if role and 0 <= request.rank < len(role.workers) else None
         if worker is None or not worker.live or worker.node not in self._agents:
-            stream.send(DebugEnded(problem="it has no process now"))
+            problem = "it has no process now"
+            debugs = isinstance(request, Debug)
+            stream.send(DebugEnded(problem=problem) if debugs else Profiled(0, problem=problem))
             return
         self._number += 1
-        self._asked[self._number], self._debugged[self._number] = stream, worker.node
+        self._asked[self._number] = stream
+        if isinstance(request, Debug):
+            self._debugged[self._number] = worker.node
         self._agents[worker.node].send(replace(request, number=self._number))
 
     def typed(self, word: DebugInput, stream: Stream) -> None:
@@ -61,11 +68,11 @@ class Questions:
             if self._asked[number] is stream and node in self._agents:
                 self._agents[node].send(replace(word, number=number))
 
-    def answered(self, answer: Stacks | DebugOutput | DebugEnded) -> None:
+    def answered(self, answer: Answer) -> None:
         """Pass an answer on, if the command is still there."""
         if (stream := self._asked.get(answer.number)) is not None:
             stream.send(answer)
-        if isinstance(answer, DebugEnded):
+        if isinstance(answer, DebugEnded | Profiled):
             self._asked.pop(answer.number, None)
             self._debugged.pop(answer.number, None)
 

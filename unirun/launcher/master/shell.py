@@ -47,7 +47,7 @@ from unirun.launcher.environment import carried, for_workers
 from unirun.launcher.master.beats import OWNER_TIMEOUT, HeartbeatMonitor, unheard, wake_stopped
 from unirun.launcher.master.hangs import HangWatch, StepsWatch
 from unirun.launcher.master.notifying import Notifier
-from unirun.launcher.master.questions import Questions
+from unirun.launcher.master.questions import Answer, Questions
 from unirun.launcher.master.stragglers import StragglerWatch
 from unirun.launcher.master.writer import StateWriter
 from unirun.observe.events import EventLog, EventReader, LineLog, led_to
@@ -74,6 +74,7 @@ from unirun.wire.messages import (
     Inject,
     Offer,
     PassOn,
+    Profile,
     Ready,
     Shutdown,
     Stop,
@@ -83,8 +84,6 @@ from unirun.wire.messages import (
 from unirun.wire.reporting import gave_up, report, report_error
 from unirun.wire.reports import (
     Arrivals,
-    DebugEnded,
-    DebugOutput,
     FromWorker,
     Join,
     Knock,
@@ -94,7 +93,6 @@ from unirun.wire.reports import (
     Notice,
     Progress,
     Sample,
-    Stacks,
     StepsAgain,
     Unanswered,
     ViewWanted,
@@ -680,7 +678,7 @@ class Master:
                     self.hangs.late(message)
                 elif isinstance(message, Progress):
                     self.hangs.answered(message)
-                elif isinstance(message, Stacks | DebugOutput | DebugEnded):
+                elif isinstance(message, Answer):
                     self._questions.answered(message)
                 elif isinstance(message, StepsAgain):
                     self.steps.again(message)
@@ -717,8 +715,8 @@ class Master:
                     self._apply(message)
                 elif isinstance(message, AskStacks):
                     self._questions.ask(message, stream)
-                elif isinstance(message, Debug):
-                    self._questions.debug(message, stream)
+                elif isinstance(message, Debug | Profile):
+                    self._questions.ask_rank(message, stream)
                 elif isinstance(message, DebugInput):
                     self._questions.typed(message, stream)
                 elif isinstance(message, Notice):

@@ -1,0 +1,85 @@
+"""``unirun profile JOB ROLE:RANK``: a flame graph and a trace of torch's profiler, without a restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from unirun import atomic
+from unirun.cli.inject import ranks_of
+from unirun.cli.stored import find_here, refuse_elsewhere
+from unirun.errors import JobError, RendezvousError, StoreError, UsageError, WireError
+from unirun.launcher.foreground.terminal import say, warn
+from unirun.observe.flame import svg
+from unirun.observe.jobdir import JobDir
+from unirun.observe.status import ENDED, read_status
+from unirun.rendezvous.masters import call_master
+from unirun.wire.messages import Attach, Profile
+from unirun.wire.reports import Profiled, TracePart
+
+ANSWER_TIMEOUT = 75.0
+"""Seconds after the profile in which the agent must answer; torch takes some to write a trace."""
+
+LONGEST_SECONDS = 600.0
+"""Seconds of a profile, at most: a trace of torch has some MB for each."""
+
+FLAME, FOLDED, TRACE = "flame.svg", "stacks.folded", "trace.json.gz"
+
+
+def main(options: Any) -> int:
+    """Profile a rank. Returns 0. Raises `JobError`, `UsageError`."""
+    if not 0 < options.seconds <= LONGEST_SECONDS:
+        raise UsageError(f"--seconds {options.seconds:g}", f"give more than 0, {LONGEST_SECONDS:g} at most")
+    job = find_here(options.store, options.job, "profile")
+    status = read_status(job)
+    if status.phase in ENDED:
+        raise JobError(f"job {job.run_id} has ended", "its ranks cannot be profiled any more")
+    ranks = ranks_of(options.who, status)
+    if len(ranks) != 1:
+        raise UsageError(f"{options.who} names {len(ranks)} ranks", f"name one: {ranks[0][0]}:0")
+    refuse_elsewhere(job, "profile")
+    (role, rank) = ranks[0]
+    folder = Path(options.output or f"profile-{role}-{rank}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--output {folder}: {error.strerror}", "name another directory") from error
+    result, trace = ask(job, Profile(role, rank, options.seconds))
+    if result.problem:
+        raise JobError(f"{role}:{rank} is not profiled: {result.problem}", "see unirun status")
+    counts = dict(result.stacks)
+    title = f"{role}:{rank} of {job.run_id}, {options.seconds:g} s"
+    files = {
+        FLAME: svg(counts, title),
+        FOLDED: "".join(f"{stack} {count}\n" for stack, count in counts.items()),
+    }
+    try:
+        for name, text in files.items():
+            atomic.replace(folder / name, text)
+        if trace:
+            atomic.replace(folder / TRACE, trace)
+    except OSError as error:
+        raise JobError(f"{folder} cannot be written: {error.strerror}", "name another directory") from error
+    say(f"{folder / FLAME}: {sum(counts.values())} samples of its stacks; {FOLDED} has them for speedscope")
+    if trace:
+        say(f"{folder / TRACE}: torch's profiler, for https://ui.perfetto.dev")
+    else:
+        warn(f"no trace of torch's profiler: {result.without_trace}")
+    return 0
+
+
+def ask(job: JobDir, request: Profile) -> tuple[Profiled, bytes]:
+    """The profile, and the bytes of the trace. Raises `JobError`."""
+    parts: list[bytes] = []
+    try:
+        with call_master(job) as master:
+            master.send(Attach())
+            master.send(request)
+            while True:
+                word = master.receive(request.seconds + ANSWER_TIMEOUT)
+                if isinstance(word, TracePart):
+                    parts.append(word.data)
+                elif isinstance(word, Profiled):
+                    return word, b"".join(parts)
+    except (StoreError, WireError, RendezvousError) as error:
+        raise JobError(f"the master has not answered: {error}", "try again in a moment") from error

@@ -1,0 +1,139 @@
+"""A profile of a worker, made by itself: stacks that a thread samples, and a trace of torch's profiler.
+
+torch records the thread that starts its profiler, so the main thread starts and ends it, in the handler of a signal.
+The rest is done by a thread beside it. `unirun.launcher.profiling` is the agent's side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import re
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from unirun import atomic
+from unirun.observe.flame import folded
+
+PROFILE, TRACE = "profile.json", "profile.trace.json.gz"
+"""The files with the result, beside the request. The trace is there before the other one, or not at all."""
+
+SAMPLE_INTERVAL = 0.01
+"""Seconds between two samples."""
+
+END_TIMEOUT = 30.0
+"""Seconds in which the main thread has to come to Python code again, to end torch's profiler."""
+
+PROFILE_THREAD = "unirun-profile"
+"""The name of the thread that samples the others."""
+
+BOOTSTRAP = re.compile(r"unirun/launcher/|<frozen runpy>")
+"""In the paths of code that starts the user's."""
+
+
+class WorkerProfile:
+    """The profile that is under way in this process. The main thread makes it, and is told to end it by `signum`, with
+    `request` in the file `path`."""
+
+    def __init__(self, path: Path, seconds: float, signum: int, request: str) -> None:
+        self._path, self._seconds, self._signum, self._request = path, seconds, signum, request
+        self._recorder: Any = None
+        self._problem = ""
+        self._ended = threading.Event()
+
+    def begin(self) -> None:
+        """Start torch's profiler, and the thread that does the rest."""
+        torch: Any = sys.modules.get("torch")
+        try:
+            if torch is None:
+                self._problem = "it has not imported torch"
+            elif torch.autograd._profiler_enabled():
+                self._problem = "the program has started torch's profiler itself"
+            else:
+                device = "cuda" if torch.cuda.is_initialized() else None
+                # Not `torch.profiler.profile`, whose first start imports modules for seconds.
+                recorder = torch.autograd.profiler.profile(
+                    record_shapes=True, use_device=device, use_kineto=True
+                )
+                recorder.__enter__()
+                self._recorder = recorder
+        except Exception as error:  # noqa: BLE001 - torch raises what it likes, and the rank goes on
+            self._problem = f"torch's profiler: {error}"
+        threading.Thread(target=self._run, name=PROFILE_THREAD, daemon=True).start()
+
+    def end(self) -> None:
+        """End torch's profiler, in the thread that has started it."""
+        if self._recorder is None or self._ended.is_set():
+            return
+        try:
+            self._recorder.__exit__(None, None, None)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._problem = f"torch's profiler: {error}"
+        self._ended.set()
+
+    def _run(self) -> None:
+        global _profile
+        counts = sampled(self._seconds)
+        if self._recorder is not None:
+            atomic.replace(self._path, self._request)
+            main = threading.main_thread().ident
+            if main is not None:
+                signal.pthread_kill(main, self._signum)
+            if not self._ended.wait(END_TIMEOUT):
+                self._problem = f"its main thread was in native code for {END_TIMEOUT:g} s after the profile"
+        folder = self._path.parent
+        # A full disk, or a worker that ends, costs the profile and nothing else.
+        with contextlib.suppress(OSError):
+            if not self._problem:
+                draft = folder / f"draft.{TRACE}"
+                self._recorder.export_chrome_trace(str(draft))
+                atomic.replace(folder / TRACE, gzip.compress(draft.read_bytes(), 3))
+                draft.unlink()
+            result = {"stacks": counts, "without_trace": self._problem}
+            atomic.replace(folder / PROFILE, json.dumps(result))
+        _profile = None
+
+
+def sampled(seconds: float) -> Counter[str]:
+    """The folded stacks of the other threads of this process, sampled for so many seconds."""
+    counts: Counter[str] = Counter()
+    end, me = time.monotonic() + seconds, threading.get_ident()
+    while (now := time.monotonic()) < end:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        for number, frame in sys._current_frames().items():
+            if number != me and (frames := _frames(frame)):
+                counts[folded(frames, names.get(number, "a thread of C"))] += 1
+        time.sleep(max(now + SAMPLE_INTERVAL - time.monotonic(), 0.001))
+    return counts
+
+
+def _frames(frame: FrameType | None) -> list[tuple[str, str]]:
+    """The functions of a stack with their files, the outermost first, from the user's code on."""
+    found = []
+    while frame is not None:
+        found.append((frame.f_code.co_filename, frame.f_code.co_qualname))
+        frame = frame.f_back
+    while found and BOOTSTRAP.search(found[-1][0]):
+        found.pop()
+    return found[::-1]
+
+
+_profile: WorkerProfile | None = None
+"""The profile of this process; None without one."""
+
+
+def profile(path: Path, seconds: float, signum: int) -> None:
+    """Begin a profile, or (0 seconds) end torch's part of the one that is under way. For the handler of a signal."""
+    global _profile
+    if seconds > 0 and _profile is None:
+        _profile = WorkerProfile(path, seconds, signum, "profile=0")
+        _profile.begin()
+    elif seconds == 0 and _profile is not None:
+        _profile.end()
