@@ -6,7 +6,9 @@ interrupt it. Outside a `Trainer` there is a session of one rank, so that it can
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 import os
 import tempfile
 import threading
@@ -21,7 +23,7 @@ import torch
 from msgspec.structs import replace
 from torch.utils.data import DataLoader
 
-from unirun.errors import UsageError
+from unirun.errors import UnirunError, UsageError
 from unirun.roles.calls.codec import dump
 from unirun.roles.interruption import Interrupted
 from unirun.roles.nested import mapped
@@ -52,6 +54,9 @@ AHEAD = 2
 
 SAVE_SECONDS = 1800.0
 """Seconds that a rank may take to save, before ``hang_timeout`` begins to count."""
+
+METRICS_INTERVAL = 1.0
+"""Seconds between two reports of a rank that are among the job's metrics, for its page and ``unirun top``."""
 
 RESERVED = "_"
 """The first character of the names of metrics that unirun adds."""
@@ -84,17 +89,20 @@ class Session:
         writer: CheckpointWriter | None = None,
         resume: tuple[Folder, Manifest] | dict[str, Any] | None = None,
         saves: int = 0,
+        tell: Callable[[Mapping[str, float]], None] = lambda values: None,
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         """`local_rank` is the number of this rank among those of its node. `resume` is the checkpoint that the function
         goes on from: one in a folder, or a state; `saves` is the number of the last one of the run, 0 at first. Without
-        a `writer` nothing that is saved is kept."""
+        a `writer` nothing that is saved is kept. `tell` gets what is reported, a time each second at most, for the
+        metrics of the job."""
         self.rank, self.world, self.local_rank, self.is_run = rank, world, local_rank, is_run
         self.config = dict(config or {})
         self._deterministic: bool | None = None
         self._datasets, self._writer, self._resume = dict(datasets or {}), writer, resume
-        self._now, self._wall = now, wall
+        self._now, self._wall, self._tell = now, wall, tell
+        self._told, self._untold = -math.inf, dict[str, float]()
         self._shards: dict[str, Shard] = {}
         self._options: dict[str, dict[str, Any]] = {}
         self._adopted: list[tuple[DataLoader[Any], Loader]] = []
@@ -127,6 +135,10 @@ class Session:
             self._waited = waited
         self._last = now
         page().step(self._next.number)
+        self._untold = {"training_iteration": float(self._next.number), **_numbers(values)}
+        if now >= self._told + METRICS_INTERVAL:
+            self._tell_metrics()
+            self._told = now
         pending = self._writer.reported(values) if self._writer is not None else None
         with self._changed:
             while len(self._reports) >= AHEAD and not self._interrupted:
@@ -137,8 +149,16 @@ class Session:
             self._next = replace(self._next, number=self._next.number + 1, outline={})
             self._changed.notify_all()
 
+    def _tell_metrics(self) -> None:
+        told, self._untold = self._untold, {}
+        # Without its agent the rank has other troubles than this.
+        with contextlib.suppress(UnirunError):
+            self._tell(told)
+
     def finish(self) -> None:
         """The function has returned: wait for checkpoints that are being written."""
+        if self._untold:
+            self._tell_metrics()
         pending = self._writer.finish() if self._writer is not None else None
         with self._changed:
             self._reports.append(replace(self._next, pending=pending, ended=True))
@@ -375,6 +395,16 @@ def _plain(name: str, value: Any) -> Any:
     """A copy of a metric, as the function goes on: tensors and arrays of one element as numbers, others in the memory
     of the host. Raises `EncodingError` for one that cannot be sent."""
     return mapped(lambda leaf: _number_or_copy(leaf, name), value)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that are numbers, tensors of one element among them."""
+    found = {}
+    for name, value in metrics.items():
+        if not isinstance(value, str | bytes) and not name.startswith(RESERVED):
+            with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
+                found[name] = float(value)
+    return found
 
 
 def _number_or_copy(value: Any, name: str) -> Any:

@@ -7,6 +7,7 @@ import linecache
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -26,7 +27,9 @@ from unirun.train.lockstep import Reported
 from unirun.train.losses import loader_loss
 from unirun.train.session import Session, enter
 from unirun.values import Value
+from unirun.wire.frames import finite
 from unirun.wire.progress import page
+from unirun.wire.reports import Metrics
 
 Program = Callable[..., Any]
 
@@ -275,6 +278,7 @@ class TrainWorker(BaseWorkload):
             writer=writer,
             resume=resume,
             saves=order.number - 1,
+            tell=lambda values: init().peers.tell(Metrics(finite(values), time.time())),
         )
 
     def _call(

@@ -72,6 +72,25 @@ class TestInPlainPython:
         assert model.weight.grad is not None
 
 
+def test_the_metrics_of_the_job_have_a_report_of_each_second_and_the_last_one() -> None:
+    now, told = [10.0], []
+    made = Session(now=lambda: now[0], tell=lambda values: told.append(dict(values)))
+    for step, seconds in enumerate((0.0, 0.4, 0.7)):
+        now[0] = 10.0 + seconds
+        made.report({"loss": torch.tensor(0.5), "name": "x", "step": step, "many": torch.zeros(2)})
+        made._reports.clear()
+    assert told == [{"training_iteration": 1.0, "loss": 0.5, "step": 0.0}]
+    now[0] = 11.0
+    made.report({"loss": float("nan")})
+    made._reports.clear()
+    assert told[1].keys() == {"training_iteration", "loss"}
+    now[0] = 11.5
+    made.report({"loss": 0.25})
+    made.finish()
+    assert told[2:] == [{"training_iteration": 5.0, "loss": 0.25}]
+    made.close()
+
+
 class TestInAWorker:
     def test_it_knows_its_place(self, session: Session) -> None:
         assert train.in_worker()
