@@ -130,11 +130,10 @@ def test_a_worker_that_waits_is_announced_and_given_to_the_first_command(node: N
 
 def test_a_command_that_leaves_lets_the_worker_go_on_and_so_does_another_master(node: Node) -> None:
     async def steps() -> None:
-        ways: tuple[tuple[int, Callable[[], object]], ...] = (
-            (5, lambda: node.debugging.typed(DebugInput(control="detach", number=5))),
-            (6, node.debugging.led),
-        )
-        for number, leave in ways:
+        def detach() -> None:
+            node.debugging.typed(DebugInput(control="detach", number=5))
+
+        for number, leave in ((5, detach), (6, node.debugging.led)):
             node.debugging.ask(Debug("actor", 1, number))
             task = await node.serve(number, FakeStream())
             leave()
