@@ -72,13 +72,14 @@ engines: $(VENV)/.dev
 	$(BIN)/python -m pytest -q tests/engines $(if $(MODULE),-k $(MODULE))
 
 # The page of `unirun dashboard` in Debian's Chromium, and its pictures in docs/pictures: two minutes. axe-core, which looks
-# for what hinders people who do not see or use no mouse, comes from npm.
+# for what hinders people who do not see or use no mouse, comes from npm. And its metrics, scraped by Debian's Prometheus.
 AXE := axe-core@4.14.1
 $(VENV)/axe/package/axe.min.js:
 	command -v npm >/dev/null || { echo "install npm first"; exit 1; }
 	mkdir -p $(VENV)/axe && cd $(VENV)/axe && npm pack --silent $(AXE) && tar xzf axe-core-*.tgz
 browser: $(VENV)/.dev $(VENV)/axe/package/axe.min.js
 	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium fonts-dejavu-core >/dev/null; }
+	command -v prometheus >/dev/null || { apt-get update -qq && apt-get install -y -qq prometheus >/dev/null; }
 	$(BIN)/python -m pytest -q -s tests/browser
 
 # Small faults are made in the rooms that decide, and tests must detect nine of ten (tests/mutants). All faults take

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -11,7 +12,7 @@ from unirun.dashboard.watching import Jobs
 from unirun.errors import JobError
 from unirun.observe.events import LoggedEvent, LoggedFailure, failures
 from unirun.observe.status import ENDED, JobStatus
-from unirun.wire.reports import FROM, VERSION
+from unirun.wire.reports import FROM, LATENCY_BOUNDS, VERSION
 
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
@@ -55,18 +56,28 @@ class Exposition:
         self, family: str, words: str, values: Sequence[float], bounds: Sequence[float], labels: Labels
     ) -> None:
         """Add the distribution of some seconds."""
-        for bound in (*bounds, inf):
-            count = sum(value <= bound for value in values)
-            self.add(
-                family,
-                "histogram",
-                words,
-                count,
-                {**labels, "le": _number(bound)},
-                suffix="_bucket",
-                unit="seconds",
-            )
-        for suffix, value in (("_count", float(len(values))), ("_sum", sum(values))):
+        counts = [0] * (len(bounds) + 1)
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+        self.counted(family, words, counts, sum(values), bounds, labels)
+
+    def counted(
+        self,
+        family: str,
+        words: str,
+        counts: Sequence[int],
+        total: float,
+        bounds: Sequence[float],
+        labels: Labels,
+    ) -> None:
+        """Add the distribution of seconds that are `total` together: the counts of those up to each of the bounds, and
+        of those above."""
+        below = 0
+        for bound, count in zip((*bounds, inf), counts, strict=True):
+            below += count
+            label = {**labels, "le": _number(bound)}
+            self.add(family, "histogram", words, below, label, suffix="_bucket", unit="seconds")
+        for suffix, value in (("_count", float(below)), ("_sum", total)):
             self.add(family, "histogram", words, value, labels, suffix=suffix, unit="seconds")
 
     def text(self) -> str:
@@ -163,8 +174,8 @@ def _add_calls(to: Exposition, status: JobStatus, job: Labels) -> None:
     for call in status.calls:
         edge = {**job, "source": call.source, "target": call.target, "method": call.method}
         words = "Calls between two roles, and the time until their answers."
-        for suffix, value in (("_count", float(call.calls)), ("_sum", call.seconds)):
-            to.add("unirun_call_seconds", "summary", words, value, edge, suffix=suffix, unit="seconds")
+        if call.latencies:
+            to.counted("unirun_call_seconds", words, call.latencies, call.seconds, LATENCY_BOUNDS, edge)
         words = "Arguments (sent) and results (returned) of calls between two roles."
         for direction, size in (("sent", call.bytes), ("returned", call.returned)):
             labels = {**edge, "direction": direction}

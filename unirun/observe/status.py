@@ -113,6 +113,7 @@ class CallStatus(Value):
 
     `kind`, `direction` and `weight`, in bytes per step, are those of the edge in the job's graph. `calls` counts every
     rank that was called; `bytes` went there, `returned` came back; answers took `seconds`, all of them together.
+    `latencies` are as in `CallCount`.
     """
 
     source: str
@@ -126,6 +127,7 @@ class CallStatus(Value):
     bytes: int
     returned: int
     seconds: float
+    latencies: tuple[int, ...] = ()
 
 
 class JobStatus(Value):

@@ -295,12 +295,16 @@ RankRange = tuple[int, int]
 """The first and the last of consecutive ranks."""
 
 
+LATENCY_BOUNDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+"""Upper bounds in seconds of the classes of latencies."""
+
+
 class CallCount(Value):
     """Totals of a worker's calls of one `method` of a `role` since it was started; `ranks` are those that answered.
 
     A call to several ranks counts once for each. `bytes` is the size of all arguments, `returned` that of all results,
     `seconds` the sum of the latencies. `asynchronous`: the caller does not wait at once. `split`: the arguments differ
-    between ranks.
+    between ranks. `latencies` are the numbers of calls in each class of `LATENCY_BOUNDS`, and of the slower ones.
     """
 
     role: str
@@ -312,6 +316,7 @@ class CallCount(Value):
     ranks: tuple[RankRange, ...]
     asynchronous: bool = False
     split: bool = False
+    latencies: tuple[int, ...] = ()
 
 
 class Calls(Message):

@@ -27,6 +27,9 @@ START = 1_700_000_000.0
 MARKUP = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
 """It would run, were it read as HTML."""
 
+LATENCIES = (0, 0, 0, 0, 10, 0, 28, 0, 0, 0, 0, 0, 0, 2)
+"""Of calls: in 3 to 10 ms, in 30 to 100 ms, and in more than 100 s."""
+
 FAILED = FailureStatus(
     "actor",
     1,
@@ -65,7 +68,8 @@ def recorded_status(run_id: str, ranks: int, phase: str = "succeeded", role: str
         for rank in range(ranks)
     )
     trainer = WorkerStatus(0, "exited" if ended else "running", "h0", 0, None, "exit code 0" if ended else "")
-    call = CallStatus("trainer", role, "update", "broadcast", "both", False, 1000.0, 40, 40_000, 400, 2.0)
+    figures = 1000.0, 40, 40_000, 400, 2.0, LATENCIES
+    call = CallStatus("trainer", role, "update", "broadcast", "both", False, *figures)
     return JobStatus(
         run_id,
         "ppo",

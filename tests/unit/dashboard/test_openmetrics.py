@@ -48,6 +48,9 @@ def test_prometheus_reads_all_that_is_known_of_a_job() -> None:
         value(found, "unirun_recovery_seconds", "unirun_recovery_seconds_bucket", role="actor", le="2.5") == 1
     )
     assert value(found, "unirun_call_seconds", "unirun_call_seconds_count", target="actor") == 40
+    bucket = "unirun_call_seconds", "unirun_call_seconds_bucket"
+    found_below = [value(found, *bucket, target="actor", le=le) for le in ("0.003", "0.1", "+Inf")]
+    assert found_below == [0, 38, 40]
     assert value(found, "unirun_edge_bytes", "unirun_edge_bytes_total", direction="sent") == 40_000
     assert value(found, "unirun_weights_staleness_versions", rank="1", channel="policy") == 1
     assert value(found, "unirun_reported", rank="0", name="loss") == 0.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import chain, groupby, zip_longest
 from math import isfinite
 from statistics import median_low
 from typing import Literal
@@ -15,7 +15,7 @@ from unirun.errors import Fault, SpecError
 from unirun.spec.job import DIRECTIONS, EDGE_KINDS, Direction, Edge, EdgeKind, Entry, JobSpec
 from unirun.spec.read import nearest
 from unirun.values import Value
-from unirun.wire.reports import CallCount, RankRange
+from unirun.wire.reports import LATENCY_BOUNDS, CallCount, RankRange
 
 
 class Role(Value):
@@ -446,13 +446,14 @@ ProcessCalls = tuple[str, int, Counts]
 
 class LearnedEdge(Value):
     """An edge that was seen. `calls` counts every rank that was called; `bytes` went there and `returned` came back;
-    `seconds` is how long the answers took, all of them together."""
+    `seconds` is how long the answers took, all of them together, and `latencies` are as in `CallCount`."""
 
     edge: Edge
     calls: int
     bytes: int
     returned: int
     seconds: float
+    latencies: tuple[int, ...] = ()
 
 
 def sound(counts: Iterable[CallCount], ranks: Mapping[str, int]) -> Counts:
@@ -461,9 +462,10 @@ def sound(counts: Iterable[CallCount], ranks: Mapping[str, int]) -> Counts:
 
 
 def _sound(count: CallCount, ranks: int) -> bool:
-    figures = (count.calls, count.bytes, count.returned, count.seconds)
+    figures = (count.calls, count.bytes, count.returned, count.seconds, *count.latencies)
     return (
-        all(0 <= each < MAX_PLAUSIBLE_COUNT for each in figures)
+        len(count.latencies) in (0, len(LATENCY_BOUNDS) + 1)
+        and all(0 <= each < MAX_PLAUSIBLE_COUNT for each in figures)
         and count.calls > 0 < len(count.ranks)
         and len(count.method) <= MOST_LETTERS
         and all(0 <= first <= last < ranks for first, last in count.ranks)
@@ -525,7 +527,10 @@ def _learned(
         (there + back) / steps,
     )
     calls, seconds = sum(each.calls for each in every), sum(each.seconds for each in every)
-    return LearnedEdge(edge, calls, there, back, seconds)
+    latencies: tuple[int, ...] = ()
+    for each in every:
+        latencies = _totals(latencies, each.latencies)
+    return LearnedEdge(edge, calls, there, back, seconds, latencies)
 
 
 def _kind(by_rank: Mapping[int, Sequence[CallCount]], sources: int, targets: int) -> EdgeKind:
@@ -573,7 +578,12 @@ def _sum(one: CallCount, other: CallCount) -> CallCount:
         seconds=one.seconds + other.seconds,
         ranks=_merged((*one.ranks, *other.ranks)),
         split=one.split or other.split,
+        latencies=_totals(one.latencies, other.latencies),
     )
+
+
+def _totals(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
 
 
 def _union(counts: Sequence[CallCount]) -> tuple[RankRange, ...]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from unirun.roles.calls.policy import Invocation
 from unirun.roles.transport.protocol import Parcel, Scheduler, Wait
 from unirun.values import WorkerId
 from unirun.wire.progress import page
-from unirun.wire.reports import CallCount, Calls, RankRange
+from unirun.wire.reports import LATENCY_BOUNDS, CallCount, Calls, RankRange
 
 STATE = threading.RLock()
 """Guards the outcomes of all calls, for a few instructions each time: a lock for each call would take longer to make
@@ -441,7 +442,18 @@ MAX_SPANS = 16
 class Count:
     """The calls of one method of a role. Answers come in several threads."""
 
-    __slots__ = ("_bytes", "_calls", "_lock", "_news", "_ranks", "_returned", "_seconds", "split", "what")
+    __slots__ = (
+        "_bytes",
+        "_calls",
+        "_latencies",
+        "_lock",
+        "_news",
+        "_ranks",
+        "_returned",
+        "_seconds",
+        "split",
+        "what",
+    )
 
     def __init__(self, what: tuple[str, str, bool], news: Callable[[], None]) -> None:
         self.what = what
@@ -452,6 +464,7 @@ class Count:
         self._lock = threading.Lock()
         self._calls = self._bytes = self._returned = 0
         self._seconds = 0.0
+        self._latencies = [0] * (len(LATENCY_BOUNDS) + 1)
         self._ranks: set[int] = set()
 
     def add(self, rank: int, sent: int, returned: int, seconds: float) -> None:
@@ -461,6 +474,7 @@ class Count:
             self._bytes += sent
             self._returned += returned
             self._seconds += seconds
+            self._latencies[bisect_left(LATENCY_BOUNDS, seconds)] += 1
             self._ranks.add(rank)
         self._news()
 
@@ -478,6 +492,7 @@ class Count:
                 ranks=rank_ranges(self._ranks),
                 asynchronous=asynchronous,
                 split=self.split,
+                latencies=tuple(self._latencies),
             )
 
 

@@ -46,7 +46,9 @@ def called(
     """Each of `ranks` is called once a step, with `size` bytes and `back` for an answer."""
     calls = steps * len(ranks)
     spans = tuple((rank, rank) for rank in ranks)
-    return CallCount(role, method, calls, calls * size, calls * back, 0.1 * calls, spans, asynchronous, split)
+    latencies = (*[0] * 6, calls, *[0] * 7)
+    figures = calls, calls * size, calls * back, 0.1 * calls
+    return CallCount(role, method, *figures, spans, asynchronous, split, latencies)
 
 
 def callers(pairs: list[tuple[int, int]], target: str = "b", *, split: bool = False) -> list[ProcessCalls]:
@@ -147,6 +149,8 @@ def test_a_role_that_calls_itself_has_no_edge() -> None:
         {"ranks": ((0, 3),)},
         {"ranks": ((-1, 0),)},
         {"ranks": ((2, 1),)},
+        {"latencies": (1, 2)},
+        {"latencies": (-1, *[0] * 13)},
     ],
 )
 def test_counts_that_cannot_be_are_left_out(wrong: dict[str, object]) -> None:
@@ -202,3 +206,10 @@ def test_what_is_learned_can_be_written_into_a_job_file(seen: list[ProcessCalls]
     assert [replace(edge, asynchronous=False) for edge in graph.edges] == [
         replace(edge, asynchronous=False) for edge in edges
     ]
+
+
+def test_latencies_of_all_callers_are_added() -> None:
+    (found,) = learn([("a", 0, (called("b", [0]),)), ("a", 1, (called("b", [0, 1]),))], RANKS)
+    assert found.latencies == (*[0] * 6, 30, *[0] * 7)
+    (both,) = added((called("b", [0]),), (called("b", [1]),))
+    assert sum(both.latencies) == both.calls

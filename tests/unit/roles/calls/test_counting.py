@@ -46,7 +46,9 @@ def test_all_calls_of_a_method_are_one_count(book: CallBook, told: list[Calls]) 
     for rank in (0, 1, 3):
         book.count("actor", "train", asynchronous=False).add(rank, 100, 20, 0.5)
     book.report()
-    assert told == [Calls((CallCount("actor", "train", 3, 300, 60, 1.5, ((0, 1), (3, 3))),))]
+    latencies = (*[0] * 8, 3, *[0] * 5)
+    count = CallCount("actor", "train", 3, 300, 60, 1.5, ((0, 1), (3, 3)), latencies=latencies)
+    assert told == [Calls((count,))]
 
 
 def test_a_method_that_is_waited_for_and_not_is_counted_apart(book: CallBook, told: list[Calls]) -> None:
