@@ -133,6 +133,9 @@ class Debugger(pdb.Pdb):
             self.terminal.flush()
         except UnirunError:
             self.leave()
+        except KeyboardInterrupt:
+            # It was for the command that has ended meanwhile, and is not for the program.
+            pass
         finally:
             self.asks = False
             # What the user took is no delay of the program.

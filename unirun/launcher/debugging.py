@@ -55,12 +55,17 @@ class Debugging:
             self._tell(DebugEnded(order.number, "another unirun debug holds it"))
         elif (stream := self._waiting.pop(worker.id, None)) is not None:
             self._sessions[order.number] = _Session(worker, stream)
-            stream.send(order)
+            self._accept(worker, order, stream)
         elif problem := _interrupt(worker, order.number):
             self._tell(DebugEnded(order.number, problem))
         else:
             self._sessions[order.number] = session = _Session(worker)
             asyncio.get_running_loop().call_later(ATTACH_TIMEOUT, self._give_up, order.number, session)
+
+    def _accept(self, worker: Worker, order: Debug, stream: Stream) -> None:
+        """Begin, and say so to the job's events: whoever debugs a rank can do anything in it."""
+        stream.send(order)
+        self._tell(Notice(str(worker.who), "unirun debug holds it"))
 
     def _give_up(self, number: int, session: _Session) -> None:
         if self._sessions.get(number) is session and session.stream is None:
@@ -73,7 +78,7 @@ class Debugging:
         session = self._sessions.get(first.number)
         if first.number and session is not None and session.worker.id == worker.id and session.stream is None:
             session.stream = stream
-            stream.send(Debug(worker.who.role, worker.who.rank, first.number))
+            self._accept(worker, Debug(worker.who.role, worker.who.rank, first.number), stream)
         elif first.number or worker.id in self._waiting:
             await stream.close()
             return
