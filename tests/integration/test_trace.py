@@ -12,6 +12,11 @@ ADDERS = """
     from unirun import BaseTrainer, BaseWorkload, trainer_invocation
 
     class Adder(BaseWorkload):
+        def setup(self):
+            import torch, torch.distributed as dist
+            dist.init_process_group("gloo")
+            dist.all_reduce(torch.ones(4))
+
         @trainer_invocation()
         def add(self, number):
             return number + 1
@@ -42,7 +47,7 @@ def test_each_call_is_there_once_and_joined_to_its_runs(
     """
     script(ADDERS, "adders.py")
     job = script(ADDING, "job.yaml")
-    result = unirun("--config", job, cwd=tmp_path, env={"UNIRUN_TRACE": "1"})
+    result = unirun("--config", job, cwd=tmp_path, env={"UNIRUN_TRACE": "collectives"})
     assert result.code == 0, result.err
     out = tmp_path / "trace.json"
     found = unirun("trace", "-o", out)
@@ -50,6 +55,15 @@ def test_each_call_is_there_once_and_joined_to_its_runs(
     rows = json.loads(out.read_text())["traceEvents"]
     named = Counter((row.get("cat"), row["name"]) for row in rows if row["ph"] == "X")
     assert (named["call", "adder.add"], named["run", "add"]) == (10, 20)
+    assert named["life", "start of the process"] == 3
+    assert (
+        sum(
+            count
+            for (kind, name), count in named.items()
+            if (kind, name[:10]) == ("collective", "all_reduce")
+        )
+        == 2
+    )
     starts, ends = (Counter(row["id"] for row in rows if row["ph"] == phase) for phase in "sf")
     assert (len(starts), starts) == (20, ends)
     assert set(starts.values()) == {1}

@@ -19,13 +19,17 @@ from msgspec import convert
 from unirun.values import Value
 
 TRACE = "UNIRUN_TRACE"
-"""The variable, in the environment of the command: ``UNIRUN_TRACE=1 unirun …``."""
+"""The variable, in the environment of the command: ``UNIRUN_TRACE=1 unirun …``; ``UNIRUN_TRACE=collectives`` for these,
+too."""
+
+TRACED_COLLECTIVES = "collectives"
+"""The value of `TRACE` with which collectives are among the spans."""
 
 SPANS = "spans.jsonl"
 """The file, in the directory of a worker's logs."""
 
-SpanKind = Literal["call", "run", "life"]
-"""A call as its caller sees it, as its worker runs it, and any other span of a worker."""
+SpanKind = Literal["call", "run", "life", "collective"]
+"""A call as its caller sees it, as its worker runs it; a collective; and any other span of a worker."""
 
 
 class TraceSpan(Value):
@@ -55,7 +59,7 @@ class Spans:
         self.on = self._handle >= 0
 
     def write(self, kind: SpanKind, name: str, began: int, **about: Any) -> None:
-        """Write a span that ends now, if spans are on."""
+        """Write a span that ends now, or `ended`, if spans are on."""
         if not self.on:
             return
         row = {"kind": kind, "name": name, "began": began, "ended": time.time_ns(), **about}

@@ -18,8 +18,8 @@ from unirun.wire.reports import VERSION
 MASTER = 1
 """The number of the process of the trace that has the master's events; the ranks follow it."""
 
-LIFE, CALLS, RUNS = 1, 2, 3
-"""The tracks of a rank: its life, the calls that it makes, and those that it runs."""
+LIFE, CALLS, RUNS, COLLECTIVES = 1, 2, 3, 4
+"""The tracks of a rank: its life, the calls that it makes, those that it runs, and its collectives."""
 
 INSTANTS = frozenset(
     [
@@ -163,7 +163,7 @@ def _names(
         about = f"on {nodes[who]}, clock {1e3 * clock.seconds:+.3g} ms{within}"
         yield {"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": who}}
         yield {"ph": "M", "name": "process_labels", "pid": number, "tid": 0, "args": {"labels": about}}
-        for track, name in ((LIFE, "life"), (CALLS, "calls"), (RUNS, "runs")):
+        for track, name in ((LIFE, "life"), (CALLS, "calls"), (RUNS, "runs"), (COLLECTIVES, "collectives")):
             yield {"ph": "M", "name": "thread_name", "pid": number, "tid": track, "args": {"name": name}}
 
 
@@ -218,7 +218,7 @@ def _life(number: int, since: float, until: float, began: float, text: str) -> R
 
 def _of_span(span: TraceSpan, who: str, number: int, offset: float) -> Iterator[Row]:
     """A span, and its end of the flow of a call."""
-    track = {"call": CALLS, "run": RUNS}.get(span.kind, LIFE)
+    track = {"call": CALLS, "run": RUNS, "collective": COLLECTIVES}.get(span.kind, LIFE)
     begin, length = _us(span.began / 1e9 - offset), _us((span.ended - span.began) / 1e9)
     at = {"pid": number, "tid": track, "ts": begin}
     args = {"caller": span.caller, "seq": span.seq, "workers": list(span.workers), "failed": span.failed}

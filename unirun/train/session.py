@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from torch.utils.data import DataLoader
 
 from unirun.errors import UnirunError, UsageError
+from unirun.observe.spans import spans
 from unirun.roles.calls.codec import dump
 from unirun.roles.interruption import Interrupted
 from unirun.roles.nested import mapped
@@ -228,9 +229,11 @@ class Session:
             self._loaded = True
         shares = {name: shard.progress for name, shard in self._shards.items()}
         if self._writer is not None:
+            began = time.time_ns()
             with page().allowance(SAVE_SECONDS):
                 saved = self._writer.save(state, shares, added)
                 self._count_saved(saved, together=bool(shares) or added is not None)
+            spans().write("life", "save_checkpoint", began)
         self._saves += 1
         self._reseed(self._saves)
 

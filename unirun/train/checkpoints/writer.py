@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from unirun.errors import TrainingFailed, UsageError
+from unirun.observe.spans import spans
 from unirun.train.checkpoints.folder import STATE, Folder, Manifest
 from unirun.train.checkpoints.state import (
     awaited,
@@ -147,9 +148,11 @@ class CheckpointWriter:
     def _write(self, pending: _Pending, write: Callable[[], Any] | None, data: dict[str, Share]) -> None:
         """Write this rank's part of a checkpoint."""
         self._check_open(pending)
+        began = time.time_ns()
         with self._naming(pending):
             if write is not None:
                 write()
+            spans().write("life", f"write checkpoint {pending.number}", began)
             if pending.in_parts:
                 raw = msgspec.json.encode((pending.files, data))
                 self._folder.publish(pending.number, f"rank.{self._rank:05}.json", raw)
