@@ -80,6 +80,31 @@ def test_a_recorded_job_of_many_ranks_loads_at_once(visit: Open, ranks: int) -> 
     made.page.wait_for_selector(".lanes canvas")
 
 
+def test_stacks_are_taken_when_the_button_is_pressed_and_not_before(
+    running: Running, visit: Open, axe: str
+) -> None:
+    running.lines("step 20")
+    made = visit()
+    asked: list[str] = []
+    made.page.on("request", lambda request: asked.append(request.url) if "/stacks" in request.url else None)
+    made.view("job", "ppo-running", "stacks")
+    made.page.wait_for_timeout(500)
+    assert asked == []
+    made.page.get_by_role("button", name="Take stacks").click()
+    made.page.wait_for_selector("section[aria-label='Stacks of trainer'] >> text=/ppo.py:\\d+ in fit/")
+    made.page.wait_for_selector("section[aria-label='Stacks of rollout'] >> text=/rollout:[0-2]/")
+    assert made.axe(axe) == []
+    # The picture is the same, wherever the tests are.
+    made.page.evaluate(
+        "root => { for (const each of document.querySelectorAll('pre')) "
+        "each.textContent = each.textContent.replaceAll(root, '/home/me'); }",
+        str(ROOT),
+    )
+    made.page.screenshot(path=PICTURES / "dashboard-stacks.png")
+    made.view("job", "ppo-finished", "stacks")
+    made.page.wait_for_selector("text=/This job is over/")
+
+
 def test_keys_move_over_the_ranks_and_enter_shows_one(visit: Open) -> None:
     made = visit()
     made.view("job", "ppo-finished", "overview")

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Sequence
 from typing import Any
 
 from msgspec import to_builtins
 
 from unirun.cli.inject import ranks_of
 from unirun.cli.stored import find_here, refuse_elsewhere
-from unirun.errors import JobError, RendezvousError, StoreError, WireError
+from unirun.errors import JobError
 from unirun.failover.stacks import lines
+from unirun.launcher.asking import ask_stacks
 from unirun.launcher.foreground.terminal import say, warn
-from unirun.observe.jobdir import JobDir
 from unirun.observe.status import ENDED, read_status
-from unirun.rendezvous.masters import call_master
-from unirun.wire.messages import AskStacks, Attach, StacksAsked
-from unirun.wire.reports import RankStacks, Stacks
-
-ANSWER_TIMEOUT = 8.0
-"""Seconds in which agents must answer; py-spy takes some on a busy host."""
+from unirun.wire.messages import AskStacks
 
 
 def main(options: Any) -> int:
@@ -36,7 +29,7 @@ def main(options: Any) -> int:
         # Of several ranks, those of the role are asked, and the others left out.
         ranks = ranks_of(options.who, status)
         wanted = AskStacks(ranks[0][0], ranks[0][1] if len(ranks) == 1 else -1)
-    found, silent = ask(job, wanted)
+    found, silent = ask_stacks(job, wanted)
     if options.who is not None:
         found = [each for each in found if (each.progress.worker.role, each.progress.worker.rank) in ranks]
     if silent:
@@ -50,25 +43,3 @@ def main(options: Any) -> int:
     for line in lines(found, threads=options.threads):
         say(line)
     return 0
-
-
-def ask(job: JobDir, question: AskStacks) -> tuple[Sequence[RankStacks], Sequence[str]]:
-    """The stacks of the ranks in question, and the nodes that have not answered. Raises `JobError`."""
-    found: list[RankStacks] = []
-    missing: set[str] | None = None
-    deadline = time.monotonic() + ANSWER_TIMEOUT
-    try:
-        with call_master(job) as master:
-            master.send(Attach())
-            master.send(question)
-            while missing is None or missing:
-                word = master.receive(max(deadline - time.monotonic(), 0.0))
-                if isinstance(word, StacksAsked):
-                    missing = set(word.nodes)
-                elif isinstance(word, Stacks) and missing is not None:
-                    missing.discard(word.node)
-                    found += word.ranks
-    except (StoreError, WireError, RendezvousError) as error:
-        if missing is None:
-            raise JobError(f"the master has not answered: {error}", "try again in a moment") from error
-    return found, sorted(missing or ())

@@ -98,6 +98,7 @@ class PageServer:
             Route("/api/jobs/{job}/events", self._of_job(lambda job, _: job.event_list())),
             Route("/api/jobs/{job}/failures", self._of_job(lambda job, _: job.failure_list())),
             Route("/api/jobs/{job}/graph", self._of_job(lambda job, _: job.graph())),
+            Route("/api/jobs/{job}/stacks", self._of_job(lambda job, _: job.stacks())),
             Route("/api/jobs/{job}/timeline", self._of_job(lambda job, _: job.timeline())),
             Route("/api/jobs/{job}/metrics", self._of_job(_metrics)),
             Route("/api/jobs/{job}/rank", self._of_job(lambda job, query: job.rank(*_who(query)))),

@@ -9,8 +9,11 @@ from msgspec import to_builtins
 
 from unirun.collocation.graph import Direction, Edge, EdgeKind, Role, RoleGraph
 from unirun.collocation.graph.svg import printable, svg
+from unirun.failover.hangs import named
+from unirun.failover.stacks import groups, meeting_line, meetings
 from unirun.observe.events import LoggedEvent, consequences, covers, failures
 from unirun.observe.status import JobStatus, RoleStatus, WorkerStatus
+from unirun.wire.reports import RankStacks
 
 SPANS = 200
 """Spans of one rank in a timeline; of more, the latest."""
@@ -234,3 +237,25 @@ class _Lane:
 def story_rows(events: Sequence[LoggedEvent], who: str, last: int = 50) -> list[Plain]:
     """The latest events about a rank."""
     return event_rows([e for e in events if any(covers(each, who) for each in e.about)][-last:])
+
+
+def stack_view(ranks: Sequence[RankStacks], silent: Sequence[str]) -> Plain:
+    """The stacks of all ranks, equal ones together and the odd one first, and the collectives that they are in;
+    `silent` are nodes that have not answered."""
+    roles: dict[str, list[RankStacks]] = {}
+    for rank in sorted(ranks, key=lambda each: each.progress.worker):
+        roles.setdefault(rank.progress.worker.role, []).append(rank)
+    return {
+        "silent": list(silent),
+        "roles": [
+            {
+                "name": role,
+                "groups": [
+                    {"who": named(each.workers), "state": each.state, "frames": list(each.frames)}
+                    for each in groups(found)
+                ],
+                "meetings": [meeting_line(each) for each in meetings(found)],
+            }
+            for role, found in roles.items()
+        ],
+    }

@@ -20,14 +20,17 @@ from unirun.dashboard.views import (
     graph_picture,
     job_view,
     rank_view,
+    stack_view,
     story_rows,
     timeline,
 )
 from unirun.errors import JobError
 from unirun.experiments.starting import job_of, phase_of, trials
+from unirun.launcher.asking import ask_stacks
 from unirun.observe.events import LoggedEvent
 from unirun.observe.jobdir import JobDir, all_jobs, job_at
-from unirun.observe.status import JobStatus, read_status, read_summary
+from unirun.observe.status import ENDED, JobStatus, read_status, read_summary
+from unirun.wire.messages import AskStacks
 
 EVENTS = 50_000
 """Events of a job that are kept; of more, the latest."""
@@ -132,6 +135,12 @@ class WatchedJob:
     def failure_list(self) -> Plain:
         """The failures with their diagnoses. Raises `JobError`."""
         return {"failures": failure_rows(self.events(), FAILURES), "failed": self.status.failed}
+
+    def stacks(self) -> Plain:
+        """The stacks of the ranks, which are asked for them. Raises `JobError`."""
+        if self.status.phase in ENDED:
+            raise JobError(f"job {self.status.run_id} has ended", "its ranks have no stacks any more")
+        return stack_view(*ask_stacks(self.job, AskStacks()))
 
     def graph(self) -> Plain:
         """The picture of the calls. Raises `JobError`."""

@@ -138,7 +138,7 @@ def lines(ranks: Sequence[RankStacks], *, threads: bool = False) -> Iterator[str
             yield f"  {named(group.workers)}{f' {group.state}' if group.state else ''}"
             yield from (f"    {frame}" for frame in group.frames)
         for meeting in meetings(found):
-            yield f"  {_meeting(meeting)}"
+            yield f"  {meeting_line(meeting)}"
         if threads:
             yield from _others(found)
 
@@ -155,7 +155,8 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _meeting(meeting: Meeting) -> str:
+def meeting_line(meeting: Meeting) -> str:
+    """``all_reduce 6 of default_pg: actor:0,2; not there: actor:1``"""
     wait = meeting.wait
     text = f"{wait.name} {wait.number} of {wait.group}: {named(meeting.present)}"
     text += f"; not there: {named(meeting.missing)}" if meeting.missing else "; all are there"

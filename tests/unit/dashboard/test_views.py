@@ -9,11 +9,21 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.dashboard.recorded import START, record, recorded_status
-from unirun.dashboard.views import changes, graph_picture, job_view, rank_view, state_of, timeline
+from unirun.dashboard.views import (
+    changes,
+    graph_picture,
+    job_view,
+    rank_view,
+    stack_view,
+    state_of,
+    timeline,
+)
 from unirun.dashboard.watching import Jobs, WatchedJob
 from unirun.errors import JobError
 from unirun.observe.events import read_events
 from unirun.observe.status import RoleStatus, WorkerStatus, write_status
+from unirun.values import WorkerId
+from unirun.wire.reports import RankProgress, RankStacks, ThreadStack, Wait
 
 
 def worker(phase: str, exit: str = "", ready: bool | None = None) -> WorkerStatus:
@@ -130,3 +140,28 @@ def test_a_later_job_of_the_same_name_is_another_one() -> None:
     job.token.unlink()
     job.token.write_text("another")
     assert jobs.find("job-1") is not first
+
+
+def test_equal_stacks_are_one_group_and_the_odd_one_comes_first() -> None:
+    def rank(number: int, frame: str, *waits: Wait) -> RankStacks:
+        progress = RankProgress(WorkerId("actor", number, 0), waits=waits)
+        return RankStacks(progress, 7, "the signal", (ThreadStack("main", (frame,), main=True),))
+
+    reduce = Wait("default_pg", 4, "all_reduce")
+    waiting = "/x/torch/distributed/c10d.py:3 in all_reduce"
+    found = stack_view(
+        [rank(0, waiting, reduce), rank(1, "train.py:9 in load"), rank(2, waiting, reduce)], ["h2"]
+    )
+    assert found == {
+        "silent": ["h2"],
+        "roles": [
+            {
+                "name": "actor",
+                "groups": [
+                    {"who": "actor:1", "state": "", "frames": ["train.py:9 in load"]},
+                    {"who": "actor:0,2", "state": "", "frames": [waiting]},
+                ],
+                "meetings": ["all_reduce 4 of default_pg: actor:0,2; not there: actor:1"],
+            }
+        ],
+    }

@@ -173,7 +173,9 @@ const applyNews = (news) => {
 // Views by their place: `#/job/ID/VIEW?…`.
 
 page.views = {};
-page.jobViews = ["overview", "graph", "placement", "metrics", "timeline", "failures", "logs", "events"];
+page.jobViews = ["overview", "graph", "placement", "metrics", "timeline", "failures", "logs", "events", "stacks"];
+// A report is of a job that nobody can ask any more.
+if (page.report !== null) page.jobViews.pop();
 let view = {};
 let shown = "";
 

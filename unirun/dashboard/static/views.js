@@ -369,6 +369,37 @@ page.views.timeline = async () => {
 
 const PARTS = [["detect", "noticed after"], ["decide", "decided after"], ["respawn", "a new process after"], ["rejoin", "all ranks run after"], ["away", "away in all"], ["useful", "new work after"]];
 
+// The stacks of the ranks. They are asked for these when the button is pressed, and at no other time.
+
+page.views.stacks = async () => {
+  if (page.job.ended !== null) return { content: [h("h1", {}, "Stacks"), h("p", { class: "quiet" }, "This job is over, and its ranks have no stacks any more.")] };
+  const body = h("div");
+  const group = (each) => h("details", { open: true }, h("summary", {}, h("strong", {}, each.who), each.state ? ` ${each.state}` : ""), each.frames.length ? h("pre", { class: "log", tabindex: "0" }, each.frames.join("\n")) : "");
+  const section = (role) =>
+    h("section", { class: "card", "aria-label": `Stacks of ${role.name}` }, h("h2", {}, role.name), role.groups.map(group), role.meetings.length ? [h("h3", {}, "Collectives"), role.meetings.map((text) => h("p", { class: "mono" }, text))] : "");
+  const take = async () => {
+    button.disabled = true;
+    body.replaceChildren(h("p", { class: "quiet" }, "The ranks are asked …"));
+    try {
+      const { roles, silent } = await page.get(`/api/jobs/${page.job.run_id}/stacks`);
+      const none = h("p", { class: "quiet" }, "No rank has a process now.");
+      body.replaceChildren(silent.length ? h("p", { class: "alert bad" }, `No answer from ${silent.join(", ")}`) : "", ...(roles.length ? roles.map(section) : [none]));
+      page.announce("The stacks are there.");
+    } catch (error) {
+      body.replaceChildren(h("p", { role: "alert" }, error.message));
+    }
+    button.disabled = false;
+  };
+  const button = h("button", { onclick: take }, "Take stacks");
+  return {
+    content: [
+      h("div", { class: "row" }, h("h1", {}, "Stacks"), h("span", { class: "grow" }), button),
+      h("p", { class: "quiet" }, "Where each rank is now. Equal stacks are shown once, the odd ones first."),
+      body,
+    ],
+  };
+};
+
 page.views.failures = async () => {
   const body = h("div");
   const open = new Set();
