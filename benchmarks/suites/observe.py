@@ -1,25 +1,46 @@
-"""Looking into a running job: stacks, the first frame of ``unirun top``, the status, and spans that are off."""
+"""Looking into a running job: stacks, the first frame of ``unirun top``, the status; and what a page of the dashboard,
+metrics and a trace cost a job."""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
 import os
 import pty
 import select
+import signal
+import subprocess
+import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.figure import Bar, BenchmarkError, Figure, measured
-from benchmarks.job import DEADLINE, UNIRUN, environment, program, started, timed
+import psutil
+
+from benchmarks.figure import Bar, BenchmarkError, Figure, compared, measured
+from benchmarks.job import DEADLINE, UNIRUN, environment, program, started, sweep, timed
 from benchmarks.suites.launch import SETTLE, refuse_torch
-from unirun.observe.spans import Spans
+from benchmarks.watched import opened
+from unirun.observe.spans import TRACE, Spans
 
 STACKS = Bar("unirun stacks of 64 ranks", "s", 1.0)
 TOP = Bar("unirun top: first frame", "s", 0.3)
 STATUS = Bar("unirun status, of a job with 4 ranks", "s", 0.2)
 SPAN = Bar("a span that is off", "µs", 2.0)
 
-RANKS = 64
+TRACED = Bar("processor time per call: metrics and a trace on ÷ trace off", "ratio", 1.1)
+WATCHED = Bar("processor time per call: dashboard open ÷ not", "ratio", 1.05)
+SEEN = Bar("a rank is killed until the page is told", "s", 0.5)
+PAGE_MEMORY = Bar("memory of the dashboard, 100 ranks, a page open", "MB", 120.0)
+PAGE_CPU = Bar("processor time of the dashboard, 100 ranks, an idle page open", "%", 2.0)
+
+RANKS, PAGE_RANKS = 64, 100
 SPANS = 100_000
+
+IDLE_SECONDS = 10.0
+"""Seconds in which an idle page is measured."""
 
 
 def figures(runs: int) -> list[Figure]:
@@ -35,7 +56,19 @@ def figures(runs: int) -> list[Figure]:
         refuse_torch(["top", "--once"], env)
         top = measured(TOP, runs, lambda: first_frame(job.home))
         status = measured(STATUS, runs, lambda: timed([program("unirun"), "status"], env)[0])
-    return [stacks, top, status, measured(SPAN, runs, span_time)]
+    rest = [
+        measured(SPAN, runs, span_time),
+        compared(TRACED, "us", runs, lambda: call_time(traced=True), "off", call_time),
+        compared(WATCHED, "us", runs, lambda: call_time(watched=True), "no page", call_time),
+        measured(SEEN, runs, seen_time),
+    ]
+    with started(UNIRUN, PAGE_RANKS, "sit") as job:
+        job.points()
+        time.sleep(SETTLE)
+        with opened(job.home) as page:
+            rest.append(measured(PAGE_CPU, runs, lambda: share_of(page.server)))
+            rest.append(measured(PAGE_MEMORY, runs, lambda: page.server.memory_info().rss / 1e6))
+    return [stacks, top, status, *rest]
 
 
 def stacks_time(home: Path) -> float:
@@ -79,3 +112,74 @@ def span_time() -> float:
     for _ in range(SPANS):
         spans.write("call", "actor.update", 0)
     return (time.perf_counter() - began) / SPANS * 1e6
+
+
+def call_time(*, traced: bool = False, watched: bool = False) -> float:
+    """Microseconds of processor time of a call whose worker reports, of its caller and its worker together; with a
+    trace, or with a page open that shows the job."""
+    with tempfile.TemporaryDirectory(prefix="unirun-bench-") as folder:
+        home = Path(folder)
+        job = {
+            "roles": {"worker": {"count": 1, "workload": "benchmarks.watched:Worker"}},
+            "trainer": "benchmarks.watched:Measure",
+            "config": {"result": str(home / "result.json")},
+            "cwd": str(Path(__file__).parents[2]),
+        }
+        (home / "job.yaml").write_text(json.dumps(job))
+        env = {**environment(home), "UNIRUN_WARM": "0", **({TRACE: "1"} if traced else {})}
+        command = [program("unirun"), "--quiet", "--config", str(home / "job.yaml")]
+        process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+        try:
+            with opened_when_there(home) if watched else contextlib.nullcontext():
+                _, said = process.communicate(timeout=DEADLINE)
+            if process.returncode != 0:
+                raise BenchmarkError(f"the job ended with {process.returncode}\n{said}")
+            return float(json.loads((home / "result.json").read_text()))
+        except subprocess.TimeoutExpired as error:
+            raise BenchmarkError(f"the job did not end within {DEADLINE:g} s") from error
+        finally:
+            sweep(home, process.poll)
+
+
+@contextlib.contextmanager
+def opened_when_there(home: Path) -> Iterator[None]:
+    """A page that is open from the start of the job on, and reads all that it is told."""
+    end = time.monotonic() + DEADLINE
+    while not [*home.glob("jobs/*/state.json")]:
+        if time.monotonic() > end:
+            raise BenchmarkError("the job has not started")
+        time.sleep(0.01)
+    with opened(home) as page:
+
+        def read() -> None:
+            with contextlib.suppress(BenchmarkError, OSError, http.client.HTTPException):
+                while True:
+                    page.next()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        try:
+            yield
+        finally:
+            page.stop()
+            reader.join()
+
+
+def seen_time() -> float:
+    """Seconds from SIGKILL of a rank until an open page is told of an event about it."""
+    with started(UNIRUN, 4, "sit") as job:
+        points = job.points()
+        time.sleep(SETTLE)
+        with opened(job.home) as page:
+            began = time.monotonic()
+            os.kill(points[1].pid, signal.SIGKILL)
+            while not [each for each in page.next()["events"] if each["kind"] in ("exit", "failure")]:
+                pass
+            return time.monotonic() - began
+
+
+def share_of(process: psutil.Process) -> float:
+    """Percent of a core that a process uses."""
+    process.cpu_percent()
+    time.sleep(IDLE_SECONDS)
+    return float(process.cpu_percent())

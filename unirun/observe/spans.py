@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from msgspec import convert
+from msgspec.json import encode
 
 from unirun.values import Value
 
@@ -64,7 +65,7 @@ class Spans:
             return
         row = {"kind": kind, "name": name, "began": began, "ended": time.time_ns(), **about}
         with contextlib.suppress(OSError):
-            os.write(self._handle, json.dumps(row).encode() + b"\n")
+            os.write(self._handle, encode(row) + b"\n")
 
 
 _spans: tuple[int, Spans] | None = None
