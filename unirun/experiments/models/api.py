@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import math
+import struct
 import zipfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -266,18 +270,22 @@ class ModelInterface:
 
 FILE = "model.safetensors"
 
+HEAD, SCORE = "lm_head.weight", "score.weight"
+"""The last layer of a network, and its name in the directory of a critic (`Portable.describe`)."""
+
 
 def saved_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The tensors that `save_whole` has written to the directory `path`, or those of this file."""
-    return load_file(path / FILE if path.is_dir() else path)
+    found = load_file(path / FILE if path.is_dir() else path)
+    return {HEAD if name == SCORE else name: tensor for name, tensor in found.items()}
 
 
 @runtime_checkable
 class Portable(Protocol):
     """A network that can write a description of itself, with which other programs make it again."""
 
-    def describe(self, path: Path) -> None:
-        """Write it to the directory `path`."""
+    def describe(self, path: Path) -> Mapping[str, str]:
+        """Write it to the directory `path`. Returns the names of tensors that have another one there."""
 
 
 @torch.no_grad()
@@ -288,29 +296,98 @@ def load_whole(model: Model, path: Path) -> None:
         tensor.copy_(saved[name])
 
 
+@torch.no_grad()
 def save_whole(model: Model, path: Path) -> None:
     """Write the tensors of all stages, by their names in the whole network, to the directory `path`, with the network's
     configuration and the tokenizer if they are of transformers. All ranks of the model call it; the first one of the
-    last stage writes. A model without a network has none."""
+    last stage writes. It gathers one tensor after the other, so no rank has more than one in whole besides its own. A
+    model without a network has none."""
     if model.engine is None:
         return
+    place, own = model.place, model.running().tensors()
+    stages = _by_stage(place, {name: (tuple(t.shape), t.dtype) for name, t in own.items()})
+    whole = {name: about for some in stages for name, about in some.items()}
+    if not (place.is_dp_head and place.data == 0):
+        for _ in _gathered(place, own, stages):
+            pass
+        return
+    renamed = model.module.describe(path) if isinstance(model.module, Portable) else {}
+    header, places = _layout({renamed.get(name, name): about for name, about in whole.items()})
+    with writing(path / FILE, private=False, lasting=True) as file:
+        file.write(header)
+        for name, tensor in _gathered(place, own, stages):
+            file.seek(places[renamed.get(name, name)])
+            file.write(_bytes_of(tensor).numpy().data)
+    if hasattr(model.tokenizer, "save_pretrained"):
+        model.tokenizer.save_pretrained(path)
+
+
+_About = tuple[tuple[int, ...], torch.dtype]
+"""The shape and the type of a tensor."""
+
+
+def _by_stage(place: Place, own: dict[str, _About]) -> list[dict[str, _About]]:
+    """The tensors of each stage. One that several stages have, as tied embeddings, is that of the last of them."""
+    group = place.group("pipe")
+    if group is None:
+        return [own]
+    stages: list[Any] = [None] * place.topo.get_dim("pipe")
+    dist.all_gather_object(stages, own, group=group)
+    later: set[str] = set()
+    for number in reversed(range(len(stages))):
+        stages[number] = {name: about for name, about in stages[number].items() if name not in later}
+        later |= stages[number].keys()
+    return stages
+
+
+def _gathered(
+    place: Place, own: Mapping[str, torch.Tensor], stages: Sequence[Mapping[str, _About]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor in whole, on the CPU: in the first rank of the last stage all of them, in others those of their own
+    stage. All ranks have to walk through them."""
     # DTensor takes long to import.
     from torch.distributed.tensor import DTensor
 
-    place = model.place
-    whole: dict[str, Any] = {}
-    for name, tensor in model.running().tensors().items():
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        whole[name] = full.cpu().clone()
-    group = place.group("pipe")
-    if group is not None:
-        stages: list[Any] = [None] * place.topo.get_dim("pipe")
-        dist.all_gather_object(stages, whole, group=group)
-        whole = {name: tensor for stage in stages for name, tensor in stage.items()}
-    if place.is_dp_head and place.data == 0:
-        with writing(path / FILE, private=False, lasting=True) as file:
-            file.write(save(whole, {"format": "pt"}))
-        if isinstance(model.module, Portable):
-            model.module.describe(path)
-        if hasattr(model.tokenizer, "save_pretrained"):
-            model.tokenizer.save_pretrained(path)
+    group, last = place.group("pipe"), len(stages) - 1
+    first = place.data == place.tensor == 0
+    for stage, some in enumerate(stages):
+        for name, (shape, dtype) in some.items():
+            if stage == place.pipe:
+                tensor = own[name]
+                full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+                if first and stage != last:
+                    dist.send(_bytes_of(full), group=group, group_dst=last)
+            elif first and place.pipe == last:
+                full = torch.empty(shape, dtype=dtype)
+                dist.recv(_bytes_of(full), group=group, group_src=stage)
+            else:
+                continue
+            yield name, full
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor; they are its own memory, if it is contiguous."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _layout(tensors: Mapping[str, _About]) -> tuple[bytes, dict[str, int]]:
+    """The header of a file of safetensors, and the place of each tensor in that file."""
+    # Those with larger elements come first, so that each begins at a multiple of the size of its elements.
+    order = sorted(tensors.items(), key=lambda each: (-each[1][1].itemsize, each[0]))
+    about: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (shape, dtype) in order:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        about[name] = {"dtype": _name_of(dtype), "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(about).encode()
+    text += b" " * (-len(text) % 8)
+    header = struct.pack("<Q", len(text)) + text
+    return header, {name: len(header) + about[name]["data_offsets"][0] for name in tensors}
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    """The name that a type has in files of safetensors."""
+    file = save({"": torch.empty(0, dtype=dtype)})
+    name: str = json.loads(file[8:])[""]["dtype"]
+    return name

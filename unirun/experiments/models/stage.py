@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 from unirun.errors import Fault, SpecError
 from unirun.experiments.graph import ModelName, ProcessTopology, topology
-from unirun.experiments.models.api import Place
+from unirun.experiments.models.api import HEAD, SCORE, Place
 from unirun.experiments.models.families import cuts, first_line, partial_names, refusal
 
 
@@ -126,15 +126,19 @@ class Stage(nn.Module):
         found: nn.Parameter = self.body.embed_tokens.weight if self.first else self.head.weight
         return found
 
-    def describe(self, path: Path) -> None:
-        """Write the configuration of the whole network to this directory, as transformers reads it."""
+    def describe(self, path: Path) -> dict[str, str]:
+        """Write the configuration of the whole network to this directory, as transformers reads it: a critic is a
+        sequence classifier with one label, if the family has one. Returns the names of tensors that differ there."""
         settings: Any = copy.deepcopy(self._settings)
-        settings.architectures = [self._class]
+        critic = getattr(self.head, "out_features", 0) == 1
+        scorer = _scorer(settings) if critic else ""
+        settings.architectures = [scorer or self._class]
         settings.dtype = self.dtype
         settings.save_pretrained(path)
         if self._generation is not None:
             # Not by its save_pretrained, which refuses settings that models on the Hub have.
             self._generation.to_json_file(path / "generation_config.json")
+        return {HEAD: SCORE} if scorer else {}
 
     def named(self, names: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Tensors by the names that they have in the whole network."""
@@ -165,6 +169,24 @@ def whole(stage: Stage) -> Iterator[None]:
             layer.set_reshard_after_forward(True)
         for module in (*layers, stage):
             module.reshard()
+
+
+def _scorer(settings: Any) -> str:
+    """The class of transformers that gives one value by a last layer `SCORE`, and of which these are the settings then;
+    empty if the family has none."""
+    from transformers import AutoModelForSequenceClassification
+
+    one = copy.deepcopy(settings)
+    one.num_labels = 1
+    try:
+        with torch.device("meta"):
+            found = AutoModelForSequenceClassification.from_config(one)  # type: ignore[no-untyped-call]
+    except ValueError:
+        return ""
+    if not {SCORE, "model.embed_tokens.weight"} <= found.state_dict().keys():
+        return ""
+    settings.num_labels = 1
+    return type(found).__name__
 
 
 def _body(whole: nn.Module) -> Any:

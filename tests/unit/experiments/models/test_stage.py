@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from unirun.errors import CheckpointDamaged, SpecError, UsageError
@@ -85,6 +86,43 @@ class TestWhereItComesFrom:
         assert outputs(critic).shape == (5,)
         own, others = critic.body.state_dict(), actor.body.state_dict()
         assert all(torch.equal(own[name], tensor) for name, tensor in others.items())
+
+    @pytest.mark.parametrize("kind", ["llama", "qwen2"])
+    def test_a_saved_critic_is_a_classifier_of_transformers_with_one_label(
+        self, kind: str, tmp_path: Path
+    ) -> None:
+        from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+        config = {**CONFIG, "model_type": kind}
+        stage = causal_lm(place(), config=config, critic=True)
+        save_whole(TrainBackend().initialize(Model(place(), stage, None), SPEC), tmp_path)
+        found: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+        network, told = found
+        assert not any(told.values())
+        ours = outputs(stage).split([3, 2])
+        rows = [each[None] for each in tokens().sequences("tokens")]
+        with torch.no_grad():
+            ends = [network(row).logits[0] for row in rows]
+            # Its last layer has a bias, of which the directory has none: it is 0.
+            each: Any = AutoModelForTokenClassification.from_pretrained(tmp_path)
+            values = [each.eval()(row).logits[0, :, 0] for row in rows]
+        torch.testing.assert_close(torch.cat(ends), torch.stack([one[-1] for one in ours]))
+        torch.testing.assert_close(torch.cat(values), torch.cat(ours))
+        # A critic goes on from it, and an actor takes its body.
+        again = causal_lm(place(7), config=config, critic=True, weights=str(tmp_path))
+        assert torch.equal(outputs(again), torch.cat(ours))
+
+    def test_a_critic_whose_family_has_no_such_classifier_is_saved_as_it_is(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def none(config: object) -> None:
+            raise ValueError("Unrecognized configuration class")
+
+        monkeypatch.setattr("transformers.AutoModelForSequenceClassification.from_config", none)
+        stage = causal_lm(place(), config=CONFIG, critic=True)
+        save_whole(InferenceBackend().initialize(Model(place(), stage, None), SPEC), tmp_path)
+        assert load_file(tmp_path / "model.safetensors")["lm_head.weight"].shape == (1, 16)
+        assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
     @pytest.mark.parametrize("kind", ["llama", "qwen2"])
     def test_a_saved_model_is_a_directory_of_transformers(self, kind: str, tmp_path: Path) -> None:
