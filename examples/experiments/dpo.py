@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from experiments import preferences
-from experiments.policy import TOKENS, logprobs_of
+from experiments.policy import TOKENS
 from experiments.sums import llama
 from unirun.experiments import (
     Allocation,
@@ -35,6 +35,7 @@ from unirun.experiments import (
     register_interface,
     topology,
 )
+from unirun.experiments.algorithms import logprobs_of
 
 
 class DPOInterface(ModelInterface):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from experiments.policy import TOKENS, clipped, logprobs_of
+from experiments.policy import TOKENS, clipped
 from experiments.ppo import Actor, in_parts
 from experiments.sums import llama, questions
 from unirun.experiments import (
@@ -34,6 +34,7 @@ from unirun.experiments import (
     register_interface,
     topology,
 )
+from unirun.experiments.algorithms import logprobs_of
 
 
 class GroupActor(Actor):

@@ -13,32 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unirun.experiments import Generated, Model, Place, SequenceSample
+from unirun.experiments import Model, Place
 
 TOKENS = "packed_input_ids"
-
-
-def responses(sample: SequenceSample, made: Generated) -> SequenceSample:
-    """Prompts with their responses: `packed_input_ids`, `prompt_mask`, and `packed_logprobs`, which is 0 in prompts."""
-    tokens: list[list[torch.Tensor]] = []
-    masks: list[list[torch.Tensor]] = []
-    logprobs: list[list[torch.Tensor]] = []
-    for prompt, answers, chances in zip(
-        sample.sequences("packed_prompts"), made.tokens, made.logprobs, strict=True
-    ):
-        tokens.append([torch.cat([prompt, answer]) for answer in answers])
-        masks.append([torch.arange(len(prompt) + len(answer)) < len(prompt) for answer in answers])
-        logprobs.append([torch.cat([torch.zeros(len(prompt)), chance]) for chance in chances])
-    return SequenceSample.of({TOKENS: tokens, "prompt_mask": masks, "packed_logprobs": logprobs}, sample.ids)
-
-
-def logprobs_of(logits: torch.Tensor, sample: SequenceSample) -> torch.Tensor:
-    """The logarithms of the probabilities of all tokens, packed; 0 for the first one of each sequence."""
-    found = []
-    for out, tokens in zip(logits.split(sample.lengths(TOKENS)), sample.sequences(TOKENS), strict=True):
-        each = out[:-1].float().log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
-        found.append(torch.cat([each.new_zeros(1), each]))
-    return torch.cat(found)
 
 
 def advantages(

@@ -17,8 +17,6 @@ from experiments.policy import (
     advantages,
     answer_of,
     clipped,
-    logprobs_of,
-    responses,
     stop_tokens,
     whitened,
 )
@@ -47,6 +45,7 @@ from unirun.experiments import (
     register_interface,
     topology,
 )
+from unirun.experiments.algorithms import logprobs_of, model_logprobs
 
 ROOM = 4
 """Tokens of an answer."""
@@ -86,11 +85,7 @@ class Actor(ModelInterface):
 
     def inference(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> SequenceSample | None:
         """`packed_logprobs` of the tokens."""
-        logits = model.running().forward(sample, TOKENS, spec)
-        if logits is None:
-            return None
-        lengths = {"packed_logprobs": sample.seqlens[TOKENS]}
-        return SequenceSample.packed({"packed_logprobs": logprobs_of(logits, sample)}, lengths, sample.ids)
+        return model_logprobs(model, sample, spec)
 
     def train_step(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> dict[str, float]:
         """Some steps, each on a part of the sequences."""
@@ -170,7 +165,7 @@ def answer(
     """Answers to prompts, drawn with torch's seed."""
     stop = stop_tokens(model.tokenizer)
     made = model.running().generate(sample, "packed_prompts", spec, how, stop=stop, seed=torch.initial_seed())
-    return None if made is None else responses(sample, made)
+    return None if made is None else made.after(sample)
 
 
 def in_parts(

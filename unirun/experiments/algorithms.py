@@ -31,6 +31,19 @@ def logprobs_of(logits: torch.Tensor, sample: SequenceSample, temperature: float
     return torch.cat(found)
 
 
+def model_logprobs(
+    model: Model, sample: SequenceSample, spec: MicroBatchSpec, temperature: float = 1.0
+) -> SequenceSample | None:
+    """``packed_logprobs``: the logarithms of the probabilities that a model gives to all tokens; 0 for the first one of
+    each sequence. None except on the last stage. It is what `ModelInterface.inference` may return."""
+    with torch.no_grad():
+        logits = model.running().forward(sample, TOKENS, spec)
+        if logits is None:
+            return None
+        found = {BEHAVIOUR: logprobs_of(logits, sample, temperature)}
+    return SequenceSample.packed(found, {BEHAVIOUR: sample.seqlens[TOKENS]}, sample.ids)
+
+
 def decoupled_ppo_loss(
     logprobs: torch.Tensor,
     proximal: torch.Tensor,
@@ -102,14 +115,9 @@ class DecoupledGRPO(ModelInterface):
         """Not groups without variance."""
         return not self._drop_equal or varied(trajectories["rewards"])
 
-    @torch.no_grad()
     def inference(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> SequenceSample | None:
         """The probabilities of the tokens."""
-        logits = model.running().forward(sample, TOKENS, spec)
-        if logits is None:
-            return None
-        found = {"packed_logprobs": logprobs_of(logits, sample, self._temperature)}
-        return SequenceSample.packed(found, {"packed_logprobs": sample.seqlens[TOKENS]}, sample.ids)
+        return model_logprobs(model, sample, spec, self._temperature)
 
     def train_step(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> dict[str, float]:
         """Train on all of them, a part in each step of the optimizer."""

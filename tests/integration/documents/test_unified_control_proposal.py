@@ -192,7 +192,7 @@ PROVEN = {
     "job-level failover": "test_restarting_a_role.py::test_a_failure_restarts_all_roles_when_its_own_has_no_restart_left",
     "running jobs are diagnosed": "test_hangs.py::test_the_rank_for_which_the_others_wait_is_killed_and_named",
 }
-"""What the proposal says, and the test with real processes that proves it."""
+"""Claims of the proposal, and the test with real processes that proves each."""
 
 DIFFERS = {
     "sub-graphs are scheduled": "placement takes the bytes of each edge instead: roles that exchange much share a node",

@@ -105,6 +105,17 @@ class Generated(Value):
     logprobs: list[list[torch.Tensor]]
     ended: list[list[bool]]
 
+    def after(self, prompts: SequenceSample, key: str = "packed_prompts") -> SequenceSample:
+        """The `prompts` with their continuations, `n` sequences for each id: ``packed_input_ids``, ``prompt_mask``,
+        which is true for tokens of the prompt, and ``packed_logprobs``, which are 0 for these."""
+        tokens, masks, logprobs = [], [], []
+        for prompt, answers, chances in zip(prompts.sequences(key), self.tokens, self.logprobs, strict=True):
+            tokens.append([torch.cat([prompt, answer]) for answer in answers])
+            masks.append([torch.arange(len(each)) < len(prompt) for each in tokens[-1]])
+            logprobs.append([torch.cat([torch.zeros(len(prompt)), chance]) for chance in chances])
+        data = {"packed_input_ids": tokens, "prompt_mask": masks, "packed_logprobs": logprobs}
+        return SequenceSample.of(data, prompts.ids)
+
 
 Loss = Callable[[torch.Tensor, SequenceSample], tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]]
 """Takes the outputs of a micro-batch, packed like its tokens, and the micro-batch, both on the model's device. Returns

@@ -13,7 +13,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from unirun.errors import CheckpointDamaged, SpecError, UsageError
-from unirun.experiments import MicroBatchSpec, Model, ModelName, Place, SequenceSample, topology
+from unirun.experiments import (
+    GenerationConfig,
+    MicroBatchSpec,
+    Model,
+    ModelName,
+    Place,
+    SequenceSample,
+    topology,
+)
+from unirun.experiments.algorithms import model_logprobs
 from unirun.experiments.models.api import FinetuneSpec, load_whole, save_whole
 from unirun.experiments.models.backends import InferenceBackend, TrainBackend, causal_lm
 from unirun.experiments.models.stage import Stage, network_faults
@@ -166,6 +175,27 @@ def test_each_stage_has_the_kinds_of_attention_of_its_layers() -> None:
         where = Place(ModelName("actor"), topology(pipe=2), rank, torch.device("cpu"))
         stage = causal_lm(where, config={**CONFIG, "model_type": "qwen2", **settings})
         assert stage.config.layer_types == kinds[2 * rank : 2 * rank + 2]
+
+
+def test_answers_become_a_sample_whose_probabilities_a_forward_pass_gives_again() -> None:
+    model = InferenceBackend().initialize(Model(place(), causal_lm(place(), config=CONFIG), None), SPEC)
+    prompts = SequenceSample.of(
+        {"packed_prompts": [torch.tensor([3, 1, 4]), torch.tensor([1, 5])]}, ["a", "b"], row=[{}, {}]
+    )
+    how, spec = GenerationConfig(n=2, max_new_tokens=5), MicroBatchSpec()
+    made = model.running().generate(prompts, "packed_prompts", spec, how, seed=3)
+    assert made is not None
+    sample = made.after(prompts)
+    assert sample.ids == ("a", "b")
+    assert [len(lengths) for lengths in sample.seqlens["packed_input_ids"]] == [2, 2]
+    again = model_logprobs(model, sample, spec)
+    assert again is not None
+    mask = sample["prompt_mask"]
+    assert mask.sum() == 2 * (3 + 2)
+    assert not sample["packed_logprobs"][mask].any()
+    torch.testing.assert_close(sample["packed_logprobs"][~mask], again["packed_logprobs"][~mask])
+    tokens = sample.sequences("packed_input_ids")
+    assert torch.equal(tokens[3], torch.cat([torch.tensor([1, 5]), made.tokens[1][1]]))
 
 
 class TestWhatCannotBeCut:
