@@ -208,7 +208,7 @@ def test_what_is_proven_elsewhere(claim: str) -> None:
 
 
 def test_edges_with_much_data_bring_roles_together(flow: Path) -> None:
-    """What differs from scheduling by sub-graphs (`DIFFERS`)."""
+    """In place of scheduling by sub-graphs (`DIFFERS`)."""
     assert DIFFERS
     job = builder("SFT", "a", "b").edge("a", "b", weight="64MB").build()
     assert job.spec.edges[0].weight == 64_000_000
