@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
-from unirun.errors import SpecError, UsageError
-from unirun.experiments.models.api import FinetuneSpec, Model, ModelBackend, Place, saved_tensors
+from unirun.errors import Fault, SpecError, UsageError
+from unirun.experiments.models.api import SCORE, FinetuneSpec, Model, ModelBackend, Place, saved_tensors
 from unirun.wire.reporting import report
 
 if TYPE_CHECKING:
@@ -137,7 +138,8 @@ def causal_lm(
     weights: str = "",
 ) -> Stage:
     """The part of a causal language model: of a `path` or name that transformers knows, or a new one with this
-    `config`, which names its ``model_type``. The last layer of a `critic` gives one value instead of logits.
+    `config`, which names its ``model_type``. The last layer of a `critic` gives one value instead of logits; it is that
+    of the `path`, if this is a saved critic or a reward model (a sequence classifier with one label).
 
     The parameters of a new one follow from the seed of the place alone, so they are the same in each layout. `weights`
     is a directory that `ModelInterface.save` has written: its tensors take the place of those with the same names and
@@ -159,6 +161,11 @@ def causal_lm(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(place.seed)
         kind = getattr(torch, dtype)
+        kinds = (settings.architectures or ()) if path else ()
+        scores = any(name.endswith("ForSequenceClassification") for name in kinds)
+        if scores and not critic:
+            problem = f"{path} gives a score, and no logits of words"
+            raise SpecError([Fault(where, problem, "add critic=True, or give a causal language model")])
         if path:
             whole = AutoModelForCausalLM.from_pretrained(path, dtype=kind)
         else:
@@ -166,6 +173,8 @@ def causal_lm(
         if critic:
             whole.lm_head = nn.Linear(whole.config.hidden_size, 1, bias=False, dtype=kind)
             nn.init.normal_(whole.lm_head.weight, std=1.0 / (whole.config.hidden_size + 1))
+            if scores:
+                whole.lm_head.weight.data.copy_(_score(where, path))
             whole.config.tie_word_embeddings = False
         if weights:
             own = whole.state_dict()
@@ -182,6 +191,20 @@ def causal_lm(
                 report(f"unirun: {place.name}: {weights} has no tensors that fit {', '.join(others[:5])}")
             whole.load_state_dict(fitting, strict=False)
     return Stage(whole, place)
+
+
+def _score(where: str, path: str) -> torch.Tensor:
+    """The last layer of a sequence classifier with one label, as a critic that was saved, or a reward model."""
+    from transformers.utils.hub import cached_file
+
+    folder = Path(cached_file(path, "config.json") or path).parent
+    for name in sorted(folder.glob("*.safetensors")):
+        with safe_open(name, "pt") as file:
+            if SCORE in file.keys() and file.get_slice(SCORE).get_shape()[0] == 1:  # noqa: SIM118 - it is no dict
+                found: torch.Tensor = file.get_tensor(SCORE)
+                return found
+    problem = f"{path} is a classifier, and no file of safetensors there has {SCORE!r} with one row"
+    raise SpecError([Fault(where, problem, "give a critic, a reward model or a causal language model")])
 
 
 def no_model(place: Place) -> nn.Module:

@@ -117,9 +117,23 @@ class TestWhereItComesFrom:
             values = [each.eval()(row).logits[0, :, 0] for row in rows]
         torch.testing.assert_close(torch.cat(ends), torch.stack([one[-1] for one in ours]))
         torch.testing.assert_close(torch.cat(values), torch.cat(ours))
-        # A critic goes on from it, and an actor takes its body.
-        again = causal_lm(place(7), config=config, critic=True, weights=str(tmp_path))
-        assert torch.equal(outputs(again), torch.cat(ours))
+        # A critic goes on from it.
+        for given in ({"config": config, "weights": str(tmp_path)}, {"path": str(tmp_path)}):
+            again = causal_lm(place(7), critic=True, **given)
+            assert torch.equal(outputs(again), torch.cat(ours))
+        with pytest.raises(SpecError, match="gives a score, and no logits of words; add critic=True"):
+            causal_lm(place(), path=str(tmp_path))
+
+    def test_a_classifier_with_several_labels_is_no_critic(self, tmp_path: Path) -> None:
+        from transformers import AutoConfig, AutoModelForSequenceClassification
+
+        settings = {name: value for name, value in CONFIG.items() if name != "model_type"}
+        network: Any = AutoModelForSequenceClassification.from_config(  # type: ignore[no-untyped-call]
+            AutoConfig.for_model("llama", num_labels=3, **settings)
+        )
+        network.save_pretrained(tmp_path)
+        with pytest.raises(SpecError, match=r"no file of safetensors there has 'score.weight' with one row"):
+            causal_lm(place(), path=str(tmp_path), critic=True)
 
     def test_a_critic_whose_family_has_no_such_classifier_is_saved_as_it_is(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
