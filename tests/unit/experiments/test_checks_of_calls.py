@@ -35,6 +35,7 @@ from unirun.experiments.config import (
 from unirun.experiments.experiment import ExperimentConfig
 from unirun.experiments.graph import (
     MFCDef,
+    MicroBatchSpec,
     ModelInterfaceAbstraction,
     ModelInterfaceType,
     ModelName,
@@ -225,6 +226,28 @@ class TestModelsWithoutANetwork:
         calls = [call("a", ["prompt"], ["x"], COPY), call("b", ["x"], kind=TRAIN)]
         config = config_of(calls, {ACTOR: at(), COPY: Allocation(NULL, NO_BACKEND, topology(), 1)})
         assert only(config).startswith("model_rpcs.a: its ParamReallocHook needs parameters of actor@1")
+
+
+class TestPasses:
+    @pytest.mark.parametrize(
+        ("n_seqs", "least", "right"), [(8, 2.0, True), (7, 2.0, False), (4, 1.0, True), (2, 0.5, True)]
+    )
+    def test_each_micro_batch_of_a_rank_can_have_as_many_ids_as_are_asked_for(
+        self, n_seqs: int, least: float, right: bool
+    ) -> None:
+        split = {"mb_spec": MicroBatchSpec(n_mbs=2), "min_n_seqs_per_pass": least}
+        config = config_of([call("a", ["prompt"], n_seqs=n_seqs, **split)], {ACTOR: at(topology(data=2))})
+        told = (
+            "model_rpcs.a: n_seqs is 7, and 2 data-parallel ranks with 2 micro-batches of 2 at least "
+            "(min_n_seqs_per_pass) need 8"
+        )
+        assert texts_of(faults_of(config)) == ([] if right else [told])
+
+    def test_a_number_below_0(self) -> None:
+        assert (
+            only(of(call("a", ["prompt"], min_n_seqs_per_pass=-1.0)))
+            == "model_rpcs.a: min_n_seqs_per_pass=-1.0"
+        )
 
 
 class TestHeldOutData:

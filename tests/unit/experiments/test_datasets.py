@@ -299,6 +299,16 @@ class Plain:
 
 
 class TestContent:
+    def test_samples_of_another_type_are_told(self) -> None:
+        class Rows(list[dict[str, torch.Tensor]]):
+            keys = ("prompt",)
+
+        rows: Any = Rows([{"prompt": torch.ones(2)}])
+        with pytest.raises(
+            UsageError, match="dataset Rows has a dict as a sample, .*; return SequenceSample.of"
+        ):
+            content_of(rows)
+
     def test_rows_are_known_by_all_that_is_in_them(self) -> None:
         one, same, other = (PromptDataset(UTIL, rows=rows) for rows in (PROMPTS, [*PROMPTS], PROMPTS[::-1]))
         assert content_of(one) == content_of(same)

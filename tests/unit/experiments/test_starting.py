@@ -305,12 +305,14 @@ def test_fields_that_mean_nothing_here_are_accepted_and_told(config: ExperimentC
     assert without_effect(config, scheduling) == []
     scheduling.controller_image = "image"
     config.model_worker[0].use_dataset_cache = True
+    config.model_rpcs[0] = structs.replace(config.model_rpcs[0], model_type="llama")
     config.model_worker[0].worker_info = WorkerInformation(watch_keys="key")
     assert without_effect(config, scheduling) == [
         "ExperimentScheduling.controller_image has no effect: the command is the controller, and container_image is "
         "that of the workers",
         "ModelWorker.use_dataset_cache has no effect: a dataset is read once, by each worker that needs it",
         "WorkerInformation.watch_keys has no effect: the job watches its workers",
+        "MFCDef.model_type has no effect: a network has the type that its configuration names",
     ]
     config.set_worker_information("ppo", "first")
     assert config.model_worker[0].worker_info == WorkerInformation(
