@@ -235,7 +235,7 @@ class TestPasses:
     def test_each_micro_batch_of_a_rank_can_have_as_many_ids_as_are_asked_for(
         self, n_seqs: int, least: float, right: bool
     ) -> None:
-        split = {"mb_spec": MicroBatchSpec(n_mbs=2), "min_n_seqs_per_pass": least}
+        split: dict[str, Any] = {"mb_spec": MicroBatchSpec(n_mbs=2), "min_n_seqs_per_pass": least}
         config = config_of([call("a", ["prompt"], n_seqs=n_seqs, **split)], {ACTOR: at(topology(data=2))})
         told = (
             "model_rpcs.a: n_seqs is 7, and 2 data-parallel ranks with 2 micro-batches of 2 at least "
