@@ -146,7 +146,7 @@ def test_arguments_are_split_and_replicated_as_they_are_marked(shared_role: Role
 def test_an_argument_that_cannot_be_sent_is_refused_before_anything_is(cluster: Cluster) -> None:
     role = cluster.role(2)
     for value, words in ((threading.Lock(), "_thread.lock"), (Unpicklable(), "this is closed")):
-        with pytest.raises(EncodingError, match=f"an argument of {role.name}'s note cannot be sent.*{words}"):
+        with pytest.raises(EncodingError, match=f"argument 1 of `note` cannot be sent.*{words}"):
             role.group.note(value)
     with pytest.raises(EncodingError):
         # The second worker's part is the one that fails.
@@ -155,7 +155,7 @@ def test_an_argument_that_cannot_be_sent_is_refused_before_anything_is(cluster: 
 
 
 def test_a_result_that_cannot_be_sent_is_an_error_that_names_it(shared_role: Role) -> None:
-    with pytest.raises(EncodingError, match=rf"the result of fail in {shared_role.name}:1 cannot be sent"):
+    with pytest.raises(EncodingError, match=rf"the result of `fail` in {shared_role.name}:1 cannot be sent"):
         shared_role.group[1].fail("closed")
     assert shared_role.group.echo(1) == [1] * 3
 

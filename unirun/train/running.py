@@ -28,7 +28,8 @@ from unirun.errors import (
     WorkerLost,
 )
 from unirun.roles import InvocationRef, RoleGroup, wait
-from unirun.train.arguments import mark_finished, name_of, unsendable
+from unirun.roles.calls.sending import named_arguments, unsendable
+from unirun.train.arguments import mark_finished, name_of
 from unirun.train.callbacks import Callbacks
 from unirun.train.callbacks.base import numbers
 from unirun.train.checkpoints import Info, skipped
@@ -132,13 +133,17 @@ class Attempts:
             # All ranks make the object, as its constructor may need the others.
             together = self._kind is not None or len(fresh) == len(incarnations)
             called = [group] if together else [group[rank] for rank in fresh]
-            self._finish(
-                turn,
-                lambda: [
-                    each.prepare.call_async(turn, self._hook, self._kind, fresh, alone=not together)
-                    for each in called
-                ],
-            )
+            try:
+                self._finish(
+                    turn,
+                    lambda: [
+                        each.prepare.call_async(turn, self._hook, self._kind, fresh, alone=not together)
+                        for each in called
+                    ],
+                )
+            except EncodingError as error:
+                named = {"the initialization hook": self._hook, "the class": self._kind}
+                raise unsendable(named, error) from None
         self._prepared = incarnations
 
     def next(self) -> Attempt:
@@ -240,8 +245,9 @@ def _called(
     try:
         ref: InvocationRef[Any] = workers.execute.call_async(turn, function, args, kwargs, alone=alone)
     except EncodingError as error:
-        named = {f"the function {name_of(function)}": function, "args": args, "kwargs": kwargs}
-        raise unsendable(named, error) from error
+        name = name_of(function)
+        named = {f"the function {name}": function, **named_arguments(name, args, kwargs)}
+        raise unsendable(named, error) from None
     return ref
 
 
@@ -478,7 +484,7 @@ class TrainingIterator:
                 try:
                     run = group.run.call_async(turn, order)
                 except EncodingError as error:
-                    raise unsendable(self._sent(), error) from error
+                    raise unsendable(self._sent(), error) from None
                 yield from self._follow(group, run, turn.attempt)
                 self._results = [self._decode(each) for each in run.result()]
             except BaseException as error:

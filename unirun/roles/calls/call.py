@@ -283,6 +283,8 @@ class InvocationRef(Call, Generic[R]):
     sizes of the parts. In a coroutine, ``await ref`` gives the result.
     """
 
+    _send_instead = "call result() first, and send that"
+
     def done(self) -> bool:
         """Return True if `result` would return or raise without waiting."""
         return self.over

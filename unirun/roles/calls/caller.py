@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from unirun.errors import CallError, ChannelError, WorkerLost
+from unirun.errors import CallError, ChannelError, EncodingError, WorkerLost
 from unirun.observe.spans import spans
 from unirun.roles.calls.call import Call, CallBook, InvocationRef, Method
 from unirun.roles.calls.codec import (
@@ -38,6 +38,7 @@ from unirun.roles.calls.codec import (
     refused_for,
 )
 from unirun.roles.calls.policy import ANY, DEFAULT, Invocation, called_ranks, rearranged, split
+from unirun.roles.calls.sending import named_arguments, unsendable
 from unirun.roles.peers import Peer, Peers
 from unirun.roles.transport.protocol import Connection, Parcel, Scheduler, Transport, own
 from unirun.values import WorkerId
@@ -432,7 +433,10 @@ class Caller:
             args, kwargs = rearranged(options.pre_func(*args, **kwargs))
         shares, sharding = split(args, kwargs, len(ranks), auto=options.auto_shard)
         what = f"an argument of {method.role}'s {method.name}"
-        parcels = [Parcel(*dump(arguments, what)) for arguments in shares]
+        try:
+            parcels = [Parcel(*dump(arguments, what)) for arguments in shares]
+        except EncodingError as error:
+            raise unsendable(named_arguments(method.name, args, kwargs), error, error.remedy) from None
         if not options.blocking:
             # The trainer goes on and may change its tensors before they are sent, or sent again.
             parcels = [own(parcel) for parcel in parcels]

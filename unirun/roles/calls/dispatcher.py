@@ -34,6 +34,7 @@ from unirun.roles.calls.codec import (
     load,
 )
 from unirun.roles.calls.policy import Invocation
+from unirun.roles.calls.sending import unsendable
 from unirun.roles.transport.protocol import Inbox, Parcel, Reply, await_end, own
 from unirun.values import WorkerId
 from unirun.wire.progress import page
@@ -370,7 +371,11 @@ class Dispatcher:
     def _encoded(self, result: Any, method: str) -> Parcel:
         if result is None:
             return _NONE
-        head, buffers = dump(result, f"the result of {method} in {self._me}")
+        what = f"the result of `{method}` in {self._me}"
+        try:
+            head, buffers = dump(result, what)
+        except EncodingError as error:
+            raise unsendable({what: result}, error, error.remedy) from None
         return own(Parcel(OK + head, buffers))
 
     def _error(self, error: BaseException, *, disturbed: bool = False) -> Parcel:

@@ -42,6 +42,9 @@ Waited = TypeVar("Waited")
 Plain = TypeVar("Plain")
 
 
+_OWN = "a worker has its own: unirun.init().role_group(NAME), and [RANK] for one worker of it"
+
+
 class RemoteMethod(Generic[P, R, Waited, Plain]):
     """A method of the workers of a role group, or of one worker: ``self.RG_ACTOR.update``.
 
@@ -55,6 +58,7 @@ class RemoteMethod(Generic[P, R, Waited, Plain]):
     """
 
     __slots__ = ("__name__", "_caller", "_invocation", "_methods", "_plain", "_workers")
+    _send_instead = _OWN
 
     def __init__(self, workers: _Workers, name: str, invocation: Invocation) -> None:
         """Raises `UsageError` if the target is not among `workers`."""
@@ -157,6 +161,8 @@ class RemoteMethod(Generic[P, R, Waited, Plain]):
 
 class _Workers:
     """The common part of a role group and a handle on one worker."""
+
+    _send_instead = _OWN
 
     def __init__(self, caller: Caller, role: str, ranks: Sequence[int]) -> None:
         # Those of a whole role are a list that the caller keeps up to date.
