@@ -23,6 +23,8 @@ _ELSEWHERE = {
 }
 """The names of options in other launchers."""
 
+_OF_JOB_FILES = ("cpu", "cpus", "num_cpus", "cpus_per_task", "mem", "memory")
+
 USAGE = """unirun [options] [--] script.py [args]
        unirun --roles actor=4,rollout=4 [options] script.py [args]
        unirun --roles actor=4@ppo:Actor,… --trainer ppo:PPOTrainer [options]
@@ -206,6 +208,8 @@ def _likely(name: str, known: Mapping[str, Option]) -> str:
         return f"what changes a job file has no dashes: --config FILE {name.removeprefix('--')}=VALUE"
     if word.replace("-", "_") == "join_timeout":
         return "write --rdzv-conf join_timeout=SECONDS"
+    if word.replace("-", "_") in _OF_JOB_FILES:
+        return "a job file has it: roles: {NAME: {script: FILE, cpus: N, memory: 64GB}}, see docs/job-file.md"
     names = [n.removeprefix("--") for n in known if n.startswith("--") and "_" not in n]
     begun = [each for each in names if each.startswith(word)]
     near = begun or difflib.get_close_matches(word, names, n=1, cutoff=0.7)

@@ -19,9 +19,11 @@ from unirun.spec.job import GROUPS, PORT_RANGE, JobSpec, LogSpec, RoleSpec, read
 from unirun.spec.programs import program_faults
 from unirun.spec.read import RUN_ID_RULE, Section, id_stem, is_run_id, nearest, shown
 from unirun.spec.roles import (
+    ELSEWHERE,
     JOB_WIDE_KEYS,
     NAME,
     ONE_NODE,
+    ROLE_KEYS,
     TRAINER,
     NodeCount,
     SlotCounter,
@@ -96,6 +98,11 @@ def handle_name(role: str) -> str:
 LOG_KEYS = LogSpec.__struct_fields__
 _FIELDS = tuple(name for name in JobSpec.__struct_fields__ if name != "most_nodes")
 JOB_KEYS = tuple(dict.fromkeys((*_FIELDS, "trainer", "nproc_per_node", *JOB_WIDE_KEYS)))
+OF_ROLES = {
+    **dict.fromkeys(set(ROLE_KEYS) - set(JOB_KEYS), "it is a key of a role: write it below roles: NAME:"),
+    **{key: f"in a role, below roles: NAME:, {remedy}" for key, remedy in ELSEWHERE.items()},
+}
+"""Keys that stand in a role, and not beside ``roles``, ours and those of other launchers."""
 NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 
 
@@ -108,7 +115,7 @@ def parse_job(
     Scripts, classes and working directories that the spec names must exist; none is imported.
     """
     job = Section(data)
-    job.known(JOB_KEYS)
+    job.known(JOB_KEYS, OF_ROLES)
     roles = read_roles(job, count_slots, nodes)
     trainer = read_trainer(job, roles)
     if trainer is not None:

@@ -96,6 +96,7 @@ def test_logs_that_cannot_be_written_are_an_error(follow: list[str]) -> None:
         (["--gpus", "2", "train.py"], 2, "unknown option --gpus; did you mean '--nproc-per-node'?"),
         (["--num_processes=2", "train.py"], 2, "did you mean '--nproc-per-node'?"),
         (["-nproc", "2", "train.py"], 2, "unknown option '-nproc'; did you mean '--nproc-per-node'?"),
+        (["--cpus", "2", "train.py"], 2, "unknown option --cpus; a job file has it: roles: {NAME: "),
         (["--verbatim", "train.py"], 2, "unknown option --verbatim; see unirun --help"),
         (
             ["--config.lr=3", "train.py"],

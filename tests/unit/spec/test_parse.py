@@ -283,6 +283,21 @@ def test_a_key_of_another_launcher_gets_what_stands_for_it_here(key: str, remedy
     assert (fault.where, fault.problem, remedy in fault.remedy) == (f"roles.actor.{key}", "unknown key", True)
 
 
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("gpus", "in a role, below roles: NAME:, write slots: N, the devices that each rank has"),
+        ("depends_on", "in a role, below roles: NAME:, write after: [ROLE], and ready: in that role"),
+        ("cpus", "it is a key of a role: write it below roles: NAME:"),
+        ("after", "it is a key of a role: write it below roles: NAME:"),
+    ],
+)
+def test_a_key_of_a_role_that_stands_beside_the_roles_is_told(key: str, remedy: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_job({key: 1, "module": "m"}, count_slots=count, run_id="x")
+    assert [(f.where, f.problem, f.remedy) for f in caught.value.faults] == [(key, "unknown key", remedy)]
+
+
 def test_the_defaults_are_those_of_the_spec() -> None:
     spec = parse_job({"module": "pkg"}, count_slots=count, run_id="x")
     role = RoleSpec("default", 1, Entry("module", "pkg"))
