@@ -193,6 +193,8 @@ def _named(workers: Iterable[WorkerId]) -> str:
 
 
 OTHERS_SHOWN = 8
+ERROR_LINES = 25
+"""The most lines of an error in a report."""
 
 
 def failure_report(reason: str, diagnosis: Diagnosis) -> str:
@@ -201,9 +203,16 @@ def failure_report(reason: str, diagnosis: Diagnosis) -> str:
     lines = [f"job failed: {reason}"]
     if diagnosis.others:
         lines.append(f"other failures ({len(diagnosis.others)}):")
-        lines += [f"  {_short(failure, cause)}" for failure in diagnosis.others[:OTHERS_SHOWN]]
-        if len(diagnosis.others) > OTHERS_SHOWN:
-            lines.append(f"  … and {len(diagnosis.others) - OTHERS_SHOWN} more")
+        # They lost a connection to the rank that is the cause, or to one another, and say no more.
+        followed = () if is_consequence(cause) else tuple(filter(is_consequence, diagnosis.others))
+        followed = followed if len(followed) > 1 else ()
+        own = [each for each in diagnosis.others if each not in followed]
+        lines += [f"  {_short(failure, cause)}" for failure in own[:OTHERS_SHOWN]]
+        if len(own) > OTHERS_SHOWN:
+            lines.append(f"  … and {len(own) - OTHERS_SHOWN} more")
+        if followed:
+            ranks = _named(failure.worker for failure in followed)
+            lines.append(f"  {ranks} only lost a connection to a peer")
     lines.append(f"root cause: {diagnosis}")
     if cause.note and not cause.inferred:
         lines.append(f"  {cause.note}")
@@ -211,9 +220,18 @@ def failure_report(reason: str, diagnosis: Diagnosis) -> str:
     if not words and cause.tail:
         lines.append("  the end of its output:")
         words = cause.tail
-    lines += [f"  {line}" for line in words.rstrip().splitlines()]
+    lines += [f"  {line}" for line in _shortened(words.rstrip().splitlines())]
     lines.append(f"  log: {cause.log}/stderr.log")
     return "\n".join(lines)
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    """The lines of an error; of many, those at the end, which has the cause, and some at the beginning."""
+    left = len(lines) - ERROR_LINES
+    if left <= 0:
+        return lines
+    first = ERROR_LINES // 4
+    return [*lines[:first], f"… {left + 1} lines are left out; the log has them", *lines[first + left + 1 :]]
 
 
 def _short(failure: Failure, cause: Failure) -> str:

@@ -38,7 +38,7 @@ from unirun.train.losses import Repeats, is_loss, kind_of
 from unirun.train.result import Result
 from unirun.train.worker import Attempt, Program, RunTask
 from unirun.train.workers import Workers
-from unirun.wire.reporting import report
+from unirun.wire.reporting import folded, report
 
 # `Attempts`: the functions that one trainer calls in its workers, one after the other.
 
@@ -214,6 +214,8 @@ class Attempts:
             raise WorkerLost(
                 self.loss(error), f"see unirun logs {self.workers.name}", worker=error.worker
             ) from error
+        except Exception as error:  # noqa: BLE001 - the same is raised
+            raise folded(error)  # noqa: B904
 
     def _finish(self, turn: Attempt, begin: Callable[[], Sequence[InvocationRef[Any]]]) -> list[Any]:
         """Begin calls, and return the results of all, or raise the first error. Ctrl-C ends them also when another
@@ -322,6 +324,8 @@ class TrainingIterator:
                 if not self._finished:
                     self._check_open()
                 raise
+            except Exception as error:  # noqa: BLE001 - the same is raised
+                raise folded(error)  # noqa: B904
 
     def is_finished(self) -> bool:
         """Return True if the function has returned in all ranks."""

@@ -50,7 +50,7 @@ from unirun.train.running import Attempts, TrainingIterator
 from unirun.train.setup import Setup, options_of, range_of, requested, resources_of, threads_of
 from unirun.train.worker import RunTask, cell_of
 from unirun.train.workers import Workers
-from unirun.wire.reporting import report
+from unirun.wire.reporting import folded, report
 
 if TYPE_CHECKING:
     import optuna
@@ -644,9 +644,11 @@ class Trainer:
         Raises what the function raises, with the traceback of its worker as the cause, and `TrainingFailed`. The
         workers stay. Ctrl-C ends the run and keeps them, too.
         """
-        return self.run_iterator(
-            train_func, config, callbacks, dataset, checkpoint, checkpoint_strategy
-        ).get_final_results(force=True)
+        run = self.run_iterator(train_func, config, callbacks, dataset, checkpoint, checkpoint_strategy)
+        try:
+            return run.get_final_results(force=True)
+        except Exception as error:  # noqa: BLE001 - the same is raised
+            raise folded(error)  # noqa: B904
 
     def run_iterator(
         self,

@@ -6,8 +6,14 @@ Reporting never raises: a full disk or a closed stderr loses the line, not the p
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from unirun.errors import RemoteTraceback, UnirunError
 
 NO_THREAD = "no thread can be started: the limit of this user's processes is reached; see ulimit -u"
 
@@ -33,6 +39,47 @@ def gave_up(wait: str, seconds: float) -> None:
 def report_error(error: BaseException) -> None:
     """Write the traceback of `error` to stderr."""
     report("".join(traceback.format_exception(error)).rstrip("\n"))
+
+
+E = TypeVar("E", bound=BaseException)
+
+_PACKAGE = Path(__file__).parents[1]
+_BETWEEN = tuple(f"{_PACKAGE / room}{os.sep}" for room in ("launcher", "roles", "train", "wire"))
+"""The folders of code that stands between functions of users, in calls and runs."""
+
+
+def folded(error: E) -> E:
+    """`error`, without the frames of unirun in its traceback and in those of the errors that have led to it.
+
+    Those at the end stay where they may say what is wrong: if the error is none that unirun raises on purpose, and none
+    that was raised in another process.
+    """
+    each: BaseException | None = error
+    seen = set()
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        raised_here = not isinstance(each.__cause__, RemoteTraceback)
+        each.__traceback__ = _without_ours(
+            each.__traceback__, to_the_end=not (raised_here and not isinstance(each, UnirunError))
+        )
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    return error
+
+
+def _without_ours(trace: TracebackType | None, *, to_the_end: bool) -> TracebackType | None:
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    ours = [frame.tb_frame.f_code.co_filename.startswith(_BETWEEN) for frame in frames]
+    last = len(frames)
+    while not to_the_end and last and ours[last - 1]:
+        last -= 1
+    found: TracebackType | None = None
+    for number, frame in reversed([*enumerate(frames)]):
+        if number >= last or not ours[number]:
+            found = TracebackType(found, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return found
 
 
 def flush() -> None:

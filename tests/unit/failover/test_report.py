@@ -55,3 +55,36 @@ def test_many_failures_are_counted_instead_of_listed() -> None:
     lines = failure_report("why", diagnose([fail(rank, float(rank)) for rank in range(30)])).splitlines()
     assert "  … and 21 more" in lines
     assert len(lines) < 15
+
+
+def test_peers_that_only_lost_a_connection_are_one_line() -> None:
+    cause = fail(0, 10.0, message="ValueError: x")
+    others = [fail(rank, 10.1, message="RuntimeError: Connection closed by peer") for rank in range(1, 20)]
+    own = fail(20, 10.2, message="KeyError: 'y'")
+    lines = failure_report("why", diagnose([cause, *others, own])).splitlines()
+    assert lines[1:5] == [
+        "other failures (20):",
+        "  actor:20 on n0: exit code 1, 0.200 s later: KeyError: 'y'",
+        "  actor:1-19 only lost a connection to a peer",
+        "root cause: actor:0 on n0: exit code 1 (the first of 21 failures)",
+    ]
+
+
+def test_peers_are_listed_when_the_cause_is_a_lost_connection_too() -> None:
+    failures = [
+        fail(rank, 10.0 + rank, message="RuntimeError: Connection closed by peer") for rank in range(3)
+    ]
+    lines = failure_report("why", diagnose(failures)).splitlines()
+    assert [line for line in lines if line.startswith("  actor:")] == [
+        f"  actor:{rank} on n0: exit code 1, {rank}.000 s later: RuntimeError: Connection closed by peer"
+        for rank in (1, 2)
+    ]
+
+
+def test_a_long_traceback_is_shortened_to_25_lines_with_its_end() -> None:
+    trace = "\n".join(f"line {number}" for number in range(100))
+    lines = failure_report("why", diagnose([fail(0, 1.0, message="E", traceback=trace)])).splitlines()
+    shown = [line.strip() for line in lines if "line" in line]
+    assert len(shown) == 25
+    assert shown[:7] == [*(f"line {n}" for n in range(6)), "… 76 lines are left out; the log has them"]
+    assert shown[7:] == [f"line {n}" for n in range(82, 100)]

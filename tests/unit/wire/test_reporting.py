@@ -5,12 +5,18 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
-from typing import TextIO
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import FunctionType
+from typing import Any, TextIO, cast
 
 import pytest
 
-from unirun.wire.reporting import flush, gave_up, lacks_threads, report, report_error
+import unirun
+from unirun.errors import RemoteTraceback, UsageError
+from unirun.wire.reporting import flush, folded, gave_up, lacks_threads, report, report_error
 
 
 def test_report_flushes_stderr(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,3 +83,82 @@ def test_report_never_raises_when_stderr_cannot_be_written() -> None:
 def test_a_wait_that_has_run_out_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     gave_up("the end of a spawner", 2.0)
     assert capsys.readouterr().err == "unirun: gave up waiting for the end of a spawner after 2 s\n"
+
+
+def of_unirun(function: FunctionType, room: str) -> Callable[..., Any]:
+    """The function as one of unirun, as its traceback has it."""
+    file = f"{Path(unirun.__file__).parent}/{room}/x.py"
+    return FunctionType(function.__code__.replace(co_filename=file), function.__globals__)
+
+
+def through_unirun(room: str) -> Callable[[Callable[[], Any]], Any]:
+    """A function of unirun, as it seems, that calls another one."""
+
+    def between(function: Callable[[], Any]) -> None:
+        function()
+
+    return of_unirun(cast(FunctionType, between), room)
+
+
+def frames_of(error: BaseException) -> list[str]:
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+class TestFrames:
+    @pytest.mark.parametrize("room", ["roles/calls", "train", "launcher", "wire"])
+    def test_those_of_unirun_between_functions_of_users_are_left_out(self, room: str) -> None:
+        between = through_unirun(room)
+
+        def users() -> None:
+            raise LookupError("no data")
+
+        with pytest.raises(LookupError) as caught:
+            between(lambda: between(users))
+        assert frames_of(folded(caught.value)) == [
+            "test_those_of_unirun_between_functions_of_users_are_left_out",
+            "<lambda>",
+            "users",
+        ]
+
+    def test_those_of_rooms_that_compute_for_users_stay(self) -> None:
+        def users() -> None:
+            raise LookupError("no data")
+
+        with pytest.raises(LookupError) as caught:
+            through_unirun("experiments")(users)
+        assert frames_of(folded(caught.value))[1:] == ["between", "users"]
+
+    @pytest.mark.parametrize(
+        ("error", "cause", "stays"),
+        [
+            (LookupError("a fault of unirun"), None, True),
+            (UsageError("on purpose"), None, False),
+            (LookupError("of a worker"), RemoteTraceback("actor:1", "Traceback …"), False),
+        ],
+    )
+    def test_those_at_the_end_stay_where_they_may_say_what_is_wrong(
+        self, error: Exception, cause: Exception | None, stays: bool
+    ) -> None:
+        def fail(error: Exception, cause: Exception | None) -> None:
+            raise error from cause
+
+        raises = partial(of_unirun(cast(FunctionType, fail), "roles"), error, cause)
+        with pytest.raises(type(error)) as caught:
+            through_unirun("roles")(raises)
+        assert frames_of(folded(caught.value))[1:] == ["between", "fail"] * stays
+
+    def test_those_of_errors_that_have_led_to_it_are_left_out_too(self) -> None:
+        def users() -> None:
+            raise LookupError("no data")
+
+        def more() -> None:
+            try:
+                through_unirun("roles")(users)
+            except LookupError as error:
+                raise ValueError("no batch") from error
+
+        with pytest.raises(ValueError, match="no batch") as caught:
+            more()
+        error = folded(caught.value)
+        assert error.__cause__ is not None
+        assert frames_of(error.__cause__) == ["more", "users"]
