@@ -31,7 +31,7 @@ from unirun.launcher.process import set_command_line, set_title
 from unirun.launcher.requests import await_requests
 from unirun.launcher.sampler import answer_for_stacks, watch_myself
 from unirun.wire.blocking import BlockingStream, open_link
-from unirun.wire.reporting import folded, report, report_error
+from unirun.wire.reporting import folded, noted, report, report_error
 from unirun.wire.reports import WorkerError
 
 # The test for permanent errors, which a restart of the worker would raise again.
@@ -157,7 +157,7 @@ def run(kind: str, target: str, args: tuple[str, ...]) -> None:
         uncaught = error
     uncaught.__traceback__ = _without_bootstrap(uncaught.__traceback__)
     permanent = _is_permanent(kind, uncaught)
-    folded(uncaught)
+    folded(noted(uncaught))
     if os.getpid() == owner:
         _report(link, uncaught, permanent=permanent)
     _show(uncaught)

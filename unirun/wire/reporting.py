@@ -82,6 +82,31 @@ def _without_ours(trace: TracebackType | None, *, to_the_end: bool) -> Traceback
     return found
 
 
+def noted(error: E) -> E:
+    """`error`, with a note on what to do where a rank reads from a terminal that it does not have."""
+    kind, words = type(error).__name__, ""
+    if kind == "EOFError" and str(error) == "EOF when reading a line":
+        words = "{rank} has no terminal: read it before the ranks start and pass it on, or run: unirun --stdin {rank} …"
+    elif kind == "BdbQuit":
+        words = (
+            "{rank} has no terminal for breakpoint(): write unirun.breakpoint() in its place, or debug it as it runs "
+            "with: unirun debug JOB {rank}"
+        )
+    if words and _reads_nothing():
+        rank = f"{os.environ.get('ROLE_NAME', 'worker')}:{os.environ.get('RANK', '0')}"
+        note = words.format(rank=rank)
+        if f"unirun: {note}" not in getattr(error, "__notes__", ()):
+            error.add_note(f"unirun: {note}")
+    return error
+
+
+def _reads_nothing() -> bool:
+    """Return True if stdin is ``/dev/null``, as that of workers."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(0), os.stat(os.devnull))
+    return True
+
+
 def flush() -> None:
     """Flush stderr, before a process ends without the interpreter's clean-up."""
     with contextlib.suppress(Exception):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import traceback
+from bdb import BdbQuit
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 
 import unirun
 from unirun.errors import RemoteTraceback, UsageError
-from unirun.wire.reporting import flush, folded, gave_up, lacks_threads, report, report_error
+from unirun.wire.reporting import flush, folded, gave_up, lacks_threads, noted, report, report_error
 
 
 def test_report_flushes_stderr(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,6 +104,50 @@ def through_unirun(room: str) -> Callable[[Callable[[], Any]], Any]:
 
 def frames_of(error: BaseException) -> list[str]:
     return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (EOFError("EOF when reading a line"), "run: unirun --stdin actor:1 …"),
+        (
+            BdbQuit(),
+            "write unirun.breakpoint() in its place, or debug it as it runs with: unirun debug JOB actor:1",
+        ),
+        (EOFError("Ran out of input"), ""),
+        (ValueError(), ""),
+    ],
+)
+def test_a_rank_that_reads_from_no_terminal_is_told_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    for name, value in {"ROLE_NAME": "actor", "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with without_stdin():
+        notes = getattr(noted(noted(error)), "__notes__", [])
+    assert len(notes) == bool(words)
+    assert words in "".join(notes)
+
+
+def test_the_end_of_an_input_that_a_rank_has_needs_no_note() -> None:
+    reader, writer = os.pipe()
+    os.close(writer)
+    with without_stdin(reader):
+        assert not hasattr(noted(EOFError("EOF when reading a line")), "__notes__")
+
+
+@contextlib.contextmanager
+def without_stdin(descriptor: int | None = None) -> Iterator[None]:
+    """With ``/dev/null``, or with a descriptor, in place of this process's stdin."""
+    kept = os.dup(0)
+    given = os.open(os.devnull, os.O_RDONLY) if descriptor is None else descriptor
+    try:
+        os.dup2(given, 0)
+        yield
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
+        os.close(given)
 
 
 class TestFrames:

@@ -28,7 +28,7 @@ from unirun.errors import CallError, EncodingError, FrameError, RemoteError, Rem
 from unirun.roles.transport.frames import MAX_HEAD as MAX_FRAME_HEAD
 from unirun.roles.transport.protocol import writable
 from unirun.values import WorkerId
-from unirun.wire.reporting import folded
+from unirun.wire.reporting import folded, noted
 
 INLINE = 512
 """Bytes up to which a tensor is part of the pickle itself, which costs less than a separate buffer."""
@@ -151,7 +151,7 @@ Packed = tuple[bytes, tuple[memoryview, ...]]
 
 def dump_error(error: BaseException, worker: str) -> Packed:
     """Pickle `error`, as much of it as can be pickled."""
-    trace = "".join(traceback.format_exception(folded(error)))
+    trace = "".join(traceback.format_exception(folded(noted(error))))
     kind = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
     head, buffers = _pack(error) or (None, ())
     return pickle.dumps((kind, _text(error)[:_TEXT], trace[-_TEXT:], worker, head), 5), buffers
