@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import inspect
 import math
 import os
 import re
 import secrets
+import socket
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import fsspec
 
@@ -53,6 +56,9 @@ def check_writable(url: str) -> None:
         raise UsageError(f"logdir {url} cannot be written: {error.strerror}", "give another one") from error
 
 
+LOCK = ".lock"
+"""The file in the directory of a run that the trainer locks whose run it is."""
+
 FINISHED = "finished"
 """The file in the directory of a run whose function has returned."""
 
@@ -74,6 +80,39 @@ def left_unfinished(logdir: str) -> str:
         return ""
     files, root = fsspec.url_to_fs(last)
     return last if not files.exists(f"{root}/{FINISHED}") and Folder(f"{last}/checkpoints").infos() else ""
+
+
+def hold(url: str) -> IO[str] | None:
+    """The open lock file of the run in a directory of this host, which `release` gives back; it ends with this process,
+    too. None for a URL, or where the file system has no locks. Raises `UsageError` while another trainer holds it."""
+    if "://" in url or not os.path.isdir(url):
+        return None
+    file = open(os.path.join(url, LOCK), "a+", opener=partial(os.open, mode=0o600))  # noqa: SIM115 - the run has it
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read(200).strip() or "another process"
+        file.close()
+        raise UsageError(
+            f"{url} is in use by {holder}",
+            "wait until that has ended, or stop it; another logdir begins anew",
+        ) from None
+    except OSError:
+        file.close()
+        return None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file
+
+
+def release(file: IO[str] | None) -> None:
+    """Give a lock back."""
+    if file is not None and not file.closed:
+        # Processes that were forked meanwhile have the same lock, which would last as long as they do.
+        fcntl.flock(file, fcntl.LOCK_UN)
+        file.close()
 
 
 def mark_finished(url: str) -> None:

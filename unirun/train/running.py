@@ -29,7 +29,7 @@ from unirun.errors import (
 )
 from unirun.roles import InvocationRef, RoleGroup, wait
 from unirun.roles.calls.sending import named_arguments, unsendable
-from unirun.train.arguments import mark_finished, name_of
+from unirun.train.arguments import hold, mark_finished, name_of, release
 from unirun.train.callbacks import Callbacks
 from unirun.train.callbacks.base import numbers
 from unirun.train.checkpoints import Info, skipped
@@ -311,6 +311,7 @@ class TrainingIterator:
         self._closed = False
         self.checkpoints: list[Info] = []
         """The checkpoints of this run that are kept."""
+        self._lock = hold(self.url)
         self._rounds: Generator[list[dict[str, Any]], None, None] = self._run()
 
     def __iter__(self) -> TrainingIterator:
@@ -378,6 +379,8 @@ class TrainingIterator:
             # A callback of the run may call this.
             if inspect.getgeneratorstate(self._rounds) != inspect.GEN_RUNNING:
                 self._rounds.close()
+                # It may not have begun.
+                release(self._lock)
         finally:
             self._iterating.release()
 
@@ -420,6 +423,7 @@ class TrainingIterator:
         finally:
             self._error = error
             self._workers.error = type(error).__name__ if error is not None else ""
+            release(self._lock)
             self._callbacks.finish(error)
 
     def _count(self, cause: Exception, world: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from unirun.errors import UsageError
-from unirun.train.arguments import left_unfinished, mark_finished, next_run, runs_in
+from unirun.train.arguments import hold, left_unfinished, mark_finished, next_run, release, runs_in
 from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Info
 from unirun.train.result import Result
 
@@ -78,3 +81,21 @@ def test_its_history_is_a_data_frame_where_pandas_is(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(UsageError, match="no data frame: .*; run pip install pandas, or use history"):
         RESULT.metrics_dataframe  # noqa: B018
+
+
+def test_two_trainers_do_not_go_on_with_one_run_at_a_time(tmp_path: Path) -> None:
+    run, _ = next_run(str(tmp_path))
+    held = hold(run)
+    assert held is not None
+    told = rf"{re.escape(run)} is in use by process {os.getpid()} on {re.escape(socket.gethostname())}"
+    for _ in range(2):
+        with pytest.raises(UsageError, match=told):
+            hold(run)
+    release(held)
+    release(held)
+    again = hold(run)
+    assert again is not None
+    again.close()
+    release(hold(next_run(str(tmp_path))[0]))
+    assert hold("memory://logs/run_001") is None
+    assert hold(str(tmp_path / "gone")) is None
