@@ -423,6 +423,7 @@ NOT_ATOMIC = {
     "train.callbacks.loggers._continued": APPENDED,
     "experiments.starting.alone": LOCK,
     "rendezvous.creation._make": LOCK,
+    "train.arguments.hold": LOCK,
     "launcher.hosts.copying.pack": TEMPORARY,
     "launcher.hosts.copying.send_tree": TEMPORARY,
     "weights.disk._header": TEMPORARY,

@@ -21,6 +21,7 @@ from unirun.errors import UsageError
 from unirun.observe.ownership import exposure, make_private
 from unirun.train.checkpoints import Folder
 from unirun.train.data import Files, source_of
+from unirun.wire.reporting import report
 
 # The directory of a trainer: ``run_001``, ``run_002``, … with what each run keeps. It may be a URL.
 
@@ -100,6 +101,7 @@ def hold(url: str) -> IO[str] | None:
         ) from None
     except OSError:
         file.close()
+        report(f"unirun: the file system of {url} has no locks: start only one program that goes on with it")
         return None
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
