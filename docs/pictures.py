@@ -181,7 +181,7 @@ def _role(name: str, count: int) -> RoleStatus:
 
 
 def _run(*arguments: str) -> str:
-    """The text that a subcommand prints on a terminal. Raises `subprocess.CalledProcessError`."""
+    """The output of a subcommand on a terminal. Raises `subprocess.CalledProcessError`."""
     screen, end = os.openpty()
     termios.tcsetwinsize(end, (40, 116))
     command = [sys.executable, "-m", "unirun", *arguments]
