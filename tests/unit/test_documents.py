@@ -73,6 +73,19 @@ def test_every_link_of_the_documents_has_a_target(page: str) -> None:
             assert anchor in anchors(str(path.relative_to(ROOT))), f"{page}: {link}"
 
 
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    reached: set[str] = set()
+    todo = ["README.md"]
+    while todo:
+        page = todo.pop()
+        page = f"{page}/README.md" if (ROOT / page).is_dir() else page
+        if page in PAGES and page not in reached:
+            reached.add(page)
+            names = (link.partition("#")[0] for link in links(page))
+            todo += [os.path.normpath(Path(page).parent / name) for name in names if name]
+    assert {*PAGES} - reached == set()
+
+
 @pytest.mark.starts_processes
 @pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "diff" for b in blocks(page))])
 def test_a_difference_that_the_documents_show_is_that_of_the_files(page: str) -> None:
