@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import CheckpointDamaged, UsageError
 from unirun.experiments import buffer
 from unirun.experiments.buffer import Buffer, Intake, Taken, TakenFile, TakeOrder, staleness
@@ -246,3 +248,11 @@ def test_a_line_that_was_cut_is_of_a_step_that_had_not_begun(tmp_path: Path) -> 
     file.cut(1)
     file.write(Taken(2, ("c",)))
     assert TakenFile(tmp_path).read() == [Taken(1, ("b",)), Taken(2, ("c",))]
+
+
+def test_a_trajectory_is_there_as_soon_as_it_has_come_for_one_that_waits(tmp_path: Path) -> None:
+    buffer, found = Buffer(tmp_path), SimpleQueue[int]()
+    waits = threading.Thread(target=lambda: found.put(len(buffer.since(0, 3600.0)[1])), daemon=True)
+    waits.start()
+    buffer.add([(sample("a"), 1)])
+    assert found.get(timeout=WAIT_TIMEOUT) == 1

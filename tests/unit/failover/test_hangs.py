@@ -43,6 +43,20 @@ class TestLateness:
     def test_the_time_out_begins_after_an_allowance(self) -> None:
         assert due_in(rank(0, quiet=50.0, allowed=3.0), LIMITS) == 13.0
 
+    @given(st.tuples(*[st.floats(0, 300)] * 3).map(sorted), st.floats(-300, 300), st.integers(0, 2))
+    def test_a_rank_is_late_at_the_same_time_whenever_it_is_looked_at(
+        self, times: list[float], allowance: float, count: int
+    ) -> None:
+        began, last, now = times
+        deadline = last + LIMITS.timeout
+        if count == 0:
+            deadline = max(deadline, began + LIMITS.first_step)
+        if allowance > 0:
+            # It has an allowance until then.
+            deadline = max(deadline, now + allowance + LIMITS.timeout)
+        about = rank(0, quiet=now - last, age=now - began, count=count, allowed=max(allowance, 0.0))
+        assert due_in(about, LIMITS) == pytest.approx(deadline - now)
+
     def test_a_rank_without_work_is_never_late(self) -> None:
         assert not is_late(rank(0, quiet=1e6, idle=True), LIMITS)
 

@@ -274,6 +274,19 @@ class TestTheAgent:
             watch.close()
             page.fields.release()
 
+    def test_the_page_of_a_worker_that_has_ended_is_closed(self, number: int) -> None:
+        spec, there = Job({"actor": 2}).state.spec, AgentState("n0")
+        live = replace(worker(1, "actor", 1), phase=Phase.ALIVE, pid=os.getpid(), running=True)
+        states = [there.with_worker(live)]
+        watch = ProgressWatch(JobDir(Path()), spec, lambda: states[-1], lambda _: None, lambda _: None)
+        watch.announced(1, number)
+        assert watch.step_of(1) == 0
+        opened = len(os.listdir("/proc/self/fd"))
+        states.append(there)
+        watch.look(time.monotonic())
+        assert len(os.listdir("/proc/self/fd")) == opened - 1
+        assert watch.step_of(1) == -1
+
     def test_it_ends_a_rank_that_is_late_and_no_other(self, number: int) -> None:
         with mmap.mmap(number, PAGE_BYTES) as memory:
             page = Page(memory)

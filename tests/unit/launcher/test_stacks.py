@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from tests.unit.descriptors import no_descriptor_is_left
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.launcher.process import takes_signal
 from unirun.launcher.sampler import STACKS_SIGNAL, shapes_in
-from unirun.launcher.stacks import kernel_of, py_spy, state_of, take_stacks, threads_of
+from unirun.launcher.stacks import kernel_of, py_spy, state_of, take_stacks, take_texts, threads_of
+
+__all__ = ["no_descriptor_is_left"]
 
 ANSWERING = """
 import time
@@ -55,6 +58,11 @@ class TestAProcess:
         else:
             assert found[7][0] == "py-spy"
             assert "in here" in " ".join(found[7][1][0].frames)
+
+    def test_the_memory_of_one_that_does_not_answer_in_time_is_closed(
+        self, process: subprocess.Popen[bytes]
+    ) -> None:
+        assert asyncio.run(take_texts({7: process.pid}, 0.0)) == {}
 
     def test_one_without_a_handler_is_not_ended_by_the_signal(self) -> None:
         with subprocess.Popen(["sleep", "600"]) as other:

@@ -333,7 +333,7 @@ class Pools(RuleBasedStateMachine):
 
 
 TestPools = Pools.TestCase
-TestPools.settings = settings(examples(100), stateful_step_count=30)
+TestPools.settings = settings(examples(100, shrunk=False), stateful_step_count=30)
 
 
 @examples(100)

@@ -1,0 +1,128 @@
+"""The questions about a role in any history: reports of late ranks, answers in any order, again, or never."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from tests.effort import examples
+from tests.unit.launcher.instant_loop import InstantLoop
+from unirun.failover.hangs import HangTimeouts, judge
+from unirun.launcher.master.hangs import ANSWER_TIMEOUT, HangWatch
+from unirun.spec.job import Entry, RoleSpec
+from unirun.values import WorkerId
+from unirun.wire.messages import AskProgress, EndHung
+from unirun.wire.reports import Late, Progress, RankProgress
+
+NODES = ("n0", "n1")
+QUIET = st.sampled_from([0.0, 6.0, 61.0, 100.0, 130.0])
+
+
+class Agent:
+    """The stream of a node."""
+
+    def __init__(self) -> None:
+        self.got: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.got.append(message)
+
+
+class Questions(RuleBasedStateMachine):
+    """A role with a rank on each of two nodes, with a time-out or without one. The reference: the question that is
+    open, and when it was last said which ranks are late."""
+
+    limit = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = InstantLoop()
+        self.agents: dict[str, Any] = {node: Agent() for node in NODES}
+        self.said: list[str] = []
+        role = RoleSpec("actor", 2, Entry("script", "a.py"), hang_timeout=self.limit)
+        self.watch = HangWatch(
+            self.agents, lambda _: NODES, lambda _: role, lambda _, text: self.said.append(text)
+        )
+        self.limits = HangTimeouts(role.hang_timeout, role.first_step_timeout)
+        self.open: dict[str, RankProgress | None] | None = None
+        self.evidence = False
+        self.orders: dict[str, list[Any]] = {node: [] for node in NODES}
+        self.words: list[str] = []
+        self.last = 0.0
+
+    def teardown(self) -> None:
+        self.loop.end()
+
+    def asks(self, *, evidence: bool) -> None:
+        self.open, self.evidence = dict.fromkeys(NODES), evidence
+        for orders in self.orders.values():
+            orders.append(AskProgress("actor", evidence))
+
+    @rule()
+    def late(self) -> None:
+        self.call(self.watch.late, Late("n0", "actor"))
+        if self.open is None:
+            self.asks(evidence=False)
+
+    @rule(node=st.sampled_from(NODES), quiet=QUIET)
+    def answer(self, node: str, quiet: float) -> None:
+        """An answer counts once, and only while it is waited for."""
+        rank = RankProgress(WorkerId("actor", NODES.index(node), 0), count=1, quiet=quiet, age=900.0)
+        self.call(self.watch.answered, Progress(node, "actor", (rank,)))
+        if self.open is not None and self.open[node] is None:
+            self.open[node] = rank
+            if None not in self.open.values():
+                self.decides()
+
+    @rule()
+    def nobody_answers(self) -> None:
+        """The ranks of nodes that do not answer in time are not judged."""
+        for _ in range(2):
+            self.loop.wait(ANSWER_TIMEOUT)
+            if self.open is not None:
+                self.decides()
+
+    def call(self, function: Any, message: Any) -> None:
+        async def called() -> None:
+            function(message)
+
+        self.loop.run_until_complete(called())
+
+    def decides(self) -> None:
+        assert self.open is not None
+        ranks = [rank for rank in self.open.values() if rank is not None]
+        self.open = None
+        hung = judge(ranks, self.limits).hung if self.limit else {}
+        if hung and not self.evidence:
+            self.asks(evidence=True)
+        elif hung:
+            self.last = 0.0
+            for who, why in hung.items():
+                self.orders[NODES[who.rank]].append(EndHung(who, why))
+        else:
+            longest = max((rank.quiet for rank in ranks if rank.quiet >= 60.0), default=0.0)
+            if longest and not 0.0 < self.last <= longest < 2 * self.last:
+                self.words.append(judge(ranks, HangTimeouts(60.0)).text)
+                self.last = longest
+            elif not longest:
+                self.last = 0.0
+
+    @invariant()
+    def all_is_asked_ordered_and_said_once(self) -> None:
+        assert {node: agent.got for node, agent in self.agents.items()} == self.orders
+        assert self.said == self.words
+
+
+class QuestionsWithATimeOut(Questions):
+    """Ranks that hang are ended."""
+
+    limit = 5.0
+
+
+TestQuestions = Questions.TestCase
+TestQuestions.settings = settings(examples(60), stateful_step_count=20)
+TestQuestionsWithATimeOut = QuestionsWithATimeOut.TestCase
+TestQuestionsWithATimeOut.settings = settings(examples(60), stateful_step_count=20)
