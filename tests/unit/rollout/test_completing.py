@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.testbed.engine import tokens
 from unirun.errors import UsageError
 from unirun.rollout import EngineCompleter
+from unirun.rollout.choosing import Answer
+from unirun.values import WorkerId
 
 from .test_client import Engines, play, until
 
@@ -25,6 +31,32 @@ def test_a_request_in_chunks_has_the_tokens_log_probabilities_and_versions_of_al
         assert (found.logprobs, found.versions, found.finish_reason) == ((-1.0,) * 10, (3,) * 10, "length")
 
     play(1, story)
+
+
+class Drawing:
+    """A client of an engine that draws each token by all before it and a random number. Some tokens end a text, after
+    `min_tokens` others."""
+
+    async def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int, min_tokens: int, seed: int, **more: Any
+    ) -> Answer:
+        made, reason = list[int](), "length"
+        while len(made) < max_tokens and reason == "length":
+            made.append(hash((*token_ids, *made, seed + len(made))) % 1000)
+            reason = "stop" if made[-1] % 4 == 0 and len(made) > min_tokens else "length"
+        logprobs = {"content": [{"logprob": -token / 1000} for token in made]}
+        choice = {"token_ids": made, "finish_reason": reason, "logprobs": logprobs}
+        return Answer({"choices": [choice]}, WorkerId("engine", 0, 0), None)
+
+
+@given(chunk=st.integers(1, 8), most=st.integers(1, 20), least=st.integers(0, 20), seed=st.integers(0, 9))
+def test_a_completion_in_chunks_is_the_one_in_one_piece(chunk: int, most: int, least: int, seed: int) -> None:
+    client: Any = Drawing()
+    sampling: dict[str, Any] = {"max_tokens": most, "min_tokens": min(least, most), "seed": seed}
+    whole = asyncio.run(EngineCompleter(client).complete([1, 2], **sampling))
+    assert len(whole.token_ids) >= min(least, most)
+    parts = EngineCompleter(client, new_tokens_per_chunk=chunk)
+    assert asyncio.run(parts.complete([1, 2], **sampling)) == whole
 
 
 def test_weights_that_nobody_has_labelled_are_version_0() -> None:
