@@ -146,6 +146,7 @@ class Rewards:
         except BaseException:
             if process is not None:
                 process.kill()
+                self._all.discard(process)
             self._idle.put_nowait(None)
             raise
         if isinstance(found, str) and process is not None:

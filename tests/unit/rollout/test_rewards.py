@@ -54,6 +54,25 @@ def test_calls_are_answered_by_processes_that_may_print() -> None:
 
 
 @pytest.mark.starts_processes
+def test_a_call_that_is_cancelled_gives_its_place_to_the_next_and_leaves_no_process() -> None:
+    async def story() -> None:
+        rewards = Rewards(misbehave, processes=1)
+        for _ in range(2):
+            hangs = asyncio.create_task(rewards("hang"))
+            while not rewards._all:
+                await asyncio.sleep(0.01)
+            hangs.cancel()
+            await asyncio.wait({hangs})
+            assert not rewards._all, "nothing is kept of a process that was killed"
+        assert await rewards("answer") == 1.0
+        (process,) = rewards._all
+        await rewards.close()
+        assert not os.path.exists(f"/proc/{process._process.pid}")
+
+    play(story)
+
+
+@pytest.mark.starts_processes
 def test_a_function_that_raises_is_not_tried_again() -> None:
     async def story() -> None:
         rewards = Rewards(misbehave, processes=1)
