@@ -1,0 +1,185 @@
+"""A generator in any history: sequences that come and are given up, pauses, and new weights between two steps.
+
+The slots and a small network are real; the steps of the thread are taken by hand. A reference knows who has ended, and the
+label of each token.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.effort import examples
+from tests.unit.experiments.models.test_stage import CONFIG, place
+from unirun.errors import UsageError
+from unirun.experiments import GenerationConfig
+from unirun.experiments.models.generation import Continuation
+from unirun.experiments.models.stage import Stage
+from unirun.experiments.server.generator import DEFAULT, Generator, PauseMode
+
+STEPS = 60
+"""In which all sequences of a history have ended, if nothing holds them."""
+
+
+@cache
+def stage() -> Stage:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    shape = {name: value for name, value in CONFIG.items() if name != "model_type"}
+    network: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        AutoConfig.for_model("llama", eos_token_id=None, **shape)
+    )
+    found = Stage(network.eval(), place()).eval()
+    found.requires_grad_(False)
+    return found
+
+
+@dataclass
+class Row:
+    """A sequence, and the reference: the labels of its tokens, and the reason of its end."""
+
+    sequence: Continuation
+    future: Future[str]
+    labels: list[str] = field(default_factory=list)
+    end: str = ""
+
+
+class Generators(RuleBasedStateMachine):
+    """Two slots, and any number of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = Generator(place(), stage(), 2)
+        self.rows: list[Row] = []
+        self.pause: PauseMode | None = None
+        self.waits: list[Future[None]] = []
+        self.label = DEFAULT
+        self.updating = False
+
+    def teardown(self) -> None:
+        """All that was not given up has all of its tokens, once nothing holds it; then nothing is open."""
+        self.resume()
+        for _ in range(STEPS):
+            self.step()
+        assert [row.end for row in self.open] == []
+        assert all(each.done() for each in self.waits)
+        assert (self.generator.running, self.generator._slots.busy, self.generator._held) == (0, False, [])
+
+    @property
+    def open(self) -> list[Row]:
+        return [row for row in self.rows if not row.end]
+
+    def step(self) -> None:
+        """One step of the thread, which would wait if there were nothing to do."""
+        self.generator._inbox.put(lambda: None)
+        before = [len(row.sequence.tokens) for row in self.rows]
+        self.generator._step()
+        for row, count in zip(self.rows, before, strict=True):
+            more = len(row.sequence.tokens) - count
+            assert more in ((0, 1) if self.pause in (None, "wait") and not row.end else (0,))
+            row.labels += [self.label] * more
+            if len(row.labels) == row.sequence.how.max_new_tokens and not row.end:
+                row.end = "length"
+
+    @rule(count=st.integers(1, 6))
+    def generate(self, count: int) -> None:
+        how = GenerationConfig(max_new_tokens=count, greedy=True)
+        sequence = Continuation(torch.tensor([1, 2, 3]), how, seed=len(self.rows))
+        self.rows.append(Row(sequence, self.generator.generate(sequence)))
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 9))
+    def give_up(self, which: int) -> None:
+        """Nobody waits for a sequence any more. It may not have begun."""
+        row = self.open[which % len(self.open)]
+        assert row.future.cancel()
+        row.end = "cancelled"
+
+    @rule(times=st.integers(1, 3))
+    def go_on(self, times: int) -> None:
+        """There is progress when there is something to do."""
+        before = sum(len(row.labels) for row in self.rows)
+        can = self.pause is None and self.open
+        for _ in range(times):
+            self.step()
+        assert not can or sum(len(row.labels) for row in self.rows) > before
+
+    @precondition(lambda self: all(each.done() for each in self.waits))
+    @rule(mode=st.sampled_from(["abort", "wait", "keep"]), clear=st.booleans())
+    def stop(self, mode: PauseMode, clear: bool) -> None:
+        """What runs ends, is waited for, or is kept."""
+        self.step()
+        paused = self.generator.pause(mode, clear_cache=clear)
+        self.pause = mode
+        if mode == "abort":
+            for row in self.open:
+                row.end = "abort"
+        self.step()
+        self.waits.append(paused)
+        assert mode == "wait" or paused.done()
+
+    @precondition(lambda self: self.waits and not self.waits[-1].done())
+    @rule()
+    def stop_again(self) -> None:
+        """Two wait for the end of what runs."""
+        self.waits.append(self.generator.pause("wait", clear_cache=False))
+        self.step()
+
+    @precondition(lambda self: all(each.done() for each in self.waits))
+    @rule()
+    def resume(self) -> None:
+        for _ in range(STEPS if not all(each.done() for each in self.waits) else 1):
+            self.step()
+        done = self.generator.resume()
+        self.pause = None
+        self.step()
+        assert done.result(0) is None
+
+    @rule(label=st.sampled_from(["1", "2", None]))
+    def update(self, label: str | None) -> None:
+        """New weights, of which the tokens from then on have the label."""
+        self.step()
+        begun = self.generator.begin_update()
+        self.step()
+        assert (begun.exception(0) is None) is not self.updating
+        finished = self.generator.finish_update(label)
+        self.label = label or self.label
+        self.step()
+        assert finished.exception(0) is None
+
+    @rule()
+    def finish_no_update(self) -> None:
+        """An update that has not begun changes nothing."""
+        finished = self.generator.finish_update("3")
+        self.step()
+        assert isinstance(finished.exception(0), UsageError)
+
+    @invariant()
+    def all_is_as_in_the_reference(self) -> None:
+        self.step()
+        assert self.generator.label == self.label
+        assert self.generator.running == len(self.open)
+        for row in self.rows:
+            assert row.future.done() == bool(row.end)
+            if row.end and row.end != "cancelled":
+                assert row.future.result(0) == row.end
+            spans = self.generator.spans(row.sequence)
+            assert [
+                each["version"] for each in spans for _ in range(each["start"], each["end"])
+            ] == row.labels
+            assert all(one["version"] != other["version"] for one, other in pairwise(spans))
+        if self.pause == "wait" and not self.generator._slots.busy:
+            assert all(each.done() for each in self.waits)
+
+
+TestGenerators = Generators.TestCase
+TestGenerators.settings = settings(examples(50, shrunk=False), stateful_step_count=20)
