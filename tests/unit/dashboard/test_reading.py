@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.effort import examples
 from tests.unit.dashboard.recorded import record
 from unirun.dashboard import reading
 from unirun.dashboard.reading import RankLog, Tail, log_files, log_path, read_part, search
@@ -54,30 +55,40 @@ def objects(content: bytes) -> list[Any]:
     return [each for each in found if isinstance(each, dict)]
 
 
-@given(st.lists(st.sampled_from([*PIECES, "read", "read", "read", "replace", "cut"]), max_size=30))
+@examples(200)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.sampled_from(PIECES), max_size=3), st.sampled_from(["read", "replace", "cut"])),
+        max_size=12,
+    )
+)
 def test_whatever_happens_to_a_file_each_whole_object_comes_once(
-    tmp_path_factory: pytest.TempPathFactory, history: list[bytes | str]
+    tmp_path_factory: pytest.TempPathFactory, history: list[tuple[list[bytes], str]]
 ) -> None:
     path = tmp_path_factory.mktemp("tail") / "lines"
     tail, content, seen = Tail(path), b"", 0
-    for number, each in enumerate(history):
-        if each == "replace":
+
+    def look() -> None:
+        nonlocal seen
+        assert [*tail.new()] == objects(content)[seen:]
+        assert not tail.changed()
+        seen = len(objects(content))
+
+    for number, (pieces, then) in enumerate(history):
+        with path.open("ab") as file:
+            file.write(b"".join(pieces))
+        content += b"".join(pieces)
+        look()
+        if then == "replace":
             # The file before stays, so that the new one has another number.
-            if path.exists():
-                path.rename(path.with_name(f"before{number}"))
-            content, seen = b'{"b": 1}\n{"b"', 0
-            path.write_bytes(content)
-        elif isinstance(each, bytes):
-            with path.open("ab") as file:
-                file.write(each)
-            content += each
-        else:
-            if each == "cut" and path.exists():
-                os.truncate(path, 0)
-                content, seen = b"", 0
-            assert [*tail.new()] == objects(content)[seen:]
-            assert not tail.changed()
-            seen = len(objects(content))
+            path.rename(path.with_name(f"before{number}"))
+            path.write_bytes(content := b'{"b": 1}\n{"b"')
+        elif then == "cut":
+            os.truncate(path, 0)
+            content = b""
+        if then != "read":
+            seen = 0
+            look()
 
 
 def test_of_a_huge_file_only_the_end_is_read(tmp_path: Path) -> None:
