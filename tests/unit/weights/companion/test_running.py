@@ -37,22 +37,25 @@ class Channel:
         self._changed = threading.Condition()
         self._now: tuple[int, Tensors] | None = None
         self._restarts, self.away = 0, False
+        self.elsewhere = False
+        """The publisher knows nothing of the latest version, which another receiver has."""
 
     def publish(self, version: int, tensors: Tensors) -> None:
         with self._changed:
-            self._now, self.away = (version, tensors), False
+            self._now, self.away, self.elsewhere = (version, tensors), False, False
             self._changed.notify_all()
 
-    def restart(self) -> None:
+    def restart(self, *, elsewhere: bool = False) -> None:
         """The publisher has died, and its successor has published nothing yet."""
         with self._changed:
-            self._now, self._restarts = None, self._restarts + 1
+            self._now, self._restarts = self._now if elsewhere else None, self._restarts + 1
+            self.elsewhere = elsewhere
             self._changed.notify_all()
 
     def latest(self) -> tuple[int, int | None]:
         if self.away:
             raise PeerLost("actor:0 is started again", worker="actor:0")
-        return self._restarts, self._now[0] if self._now is not None else None
+        return self._restarts, self._now[0] if self._now is not None and not self.elsewhere else None
 
     def _wait(self, version: int, timeout: float | None) -> tuple[int, Tensors]:
         with self._changed:
@@ -225,6 +228,9 @@ def test_an_engine_that_was_started_again_gets_the_version_from_here(host: Host)
     host.engines.set(engine(server, incarnation=1))
     host.engines.have({(0, 0): 4, (0, 1): 4})
     assert has(server, now)
+    assert server.seen.count("/init_weight_transfer_engine") == 2, (
+        "the new process is asked whether it can read"
+    )
 
 
 def test_an_engine_that_fails_in_an_update_is_told_and_the_others_go_on(host: Host) -> None:
@@ -332,6 +338,19 @@ def test_a_publisher_that_begins_anew_with_lower_numbers_is_followed(host: Host)
     assert has(again, second)
     host.channel.publish(4, third)
     host.engines.have({(0, 0): 5, (0, 1): 4})
+
+
+def test_a_version_that_another_receiver_has_is_of_the_publisher_before(host: Host) -> None:
+    first, second = weights(), weights()
+    server = host.server(first)
+    host.channel.publish(5, first)
+    host.channel.restart(elsewhere=True)
+    host.engines.set(engine(server))
+    host.start()
+    host.engines.have({(0, 0): 5})
+    host.channel.publish(3, second)
+    host.engines.have({(0, 0): 3})
+    assert has(server, second)
 
 
 def test_an_engine_waits_while_it_is_not_known_whether_there_is_a_version(host: Host) -> None:
