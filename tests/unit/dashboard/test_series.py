@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.effort import examples
 from tests.unit.dashboard.recorded import START, line
 from unirun.dashboard import series
 from unirun.dashboard.series import BINS, Book, Series
@@ -30,6 +31,7 @@ def binned(values: list[tuple[float, float]], most: int) -> list[list[float]]:
     return rows
 
 
+@examples(100, shrunk=False)
 @given(VALUES)
 def test_a_series_has_the_means_and_the_range_of_all_values_in_few_bins(
     values: list[tuple[float, float]],

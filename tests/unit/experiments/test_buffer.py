@@ -255,4 +255,4 @@ def test_a_trajectory_is_there_as_soon_as_it_has_come_for_one_that_waits(tmp_pat
     waits = threading.Thread(target=lambda: found.put(len(buffer.since(0, 3600.0)[1])), daemon=True)
     waits.start()
     buffer.add([(sample("a"), 1)])
-    assert found.get(timeout=WAIT_TIMEOUT) == 1
+    assert found.get(timeout=WAIT_TIMEOUT / 4) == 1

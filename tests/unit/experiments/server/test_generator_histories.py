@@ -114,25 +114,20 @@ class Generators(RuleBasedStateMachine):
         assert not can or sum(len(row.labels) for row in self.rows) > before
 
     @precondition(lambda self: all(each.done() for each in self.waits))
-    @rule(mode=st.sampled_from(["abort", "wait", "keep"]), clear=st.booleans())
-    def stop(self, mode: PauseMode, clear: bool) -> None:
-        """What runs ends, is waited for, or is kept."""
+    @rule(
+        mode=st.sampled_from(["abort", "wait", "wait", "keep"]), clear=st.booleans(), times=st.integers(1, 2)
+    )
+    def stop(self, mode: PauseMode, clear: bool, times: int) -> None:
+        """What runs ends, is waited for, or is kept; one or two wait for that."""
         self.step()
-        paused = self.generator.pause(mode, clear_cache=clear)
+        paused = [self.generator.pause(mode, clear_cache=clear) for _ in range(times)]
         self.pause = mode
         if mode == "abort":
             for row in self.open:
                 row.end = "abort"
         self.step()
-        self.waits.append(paused)
-        assert mode == "wait" or paused.done()
-
-    @precondition(lambda self: self.waits and not self.waits[-1].done())
-    @rule()
-    def stop_again(self) -> None:
-        """Two wait for the end of what runs."""
-        self.waits.append(self.generator.pause("wait", clear_cache=False))
-        self.step()
+        self.waits += paused
+        assert mode == "wait" or all(each.done() for each in paused)
 
     @precondition(lambda self: all(each.done() for each in self.waits))
     @rule()
