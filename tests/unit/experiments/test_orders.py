@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from unirun.experiments.experiment import Trial, trial_of
-from unirun.experiments.orders import dispatch, seed_of
+from unirun.experiments.orders import Step, dispatch, seed_of
+
+from .sample_configs import ppo
 
 sizes = st.lists(st.integers(1, 50), max_size=40)
 ranks = st.integers(1, 8)
@@ -73,3 +77,11 @@ def test_a_trial_is_what_the_configuration_of_its_job_says() -> None:
         }
     )
     assert trial_of(config) == trial
+
+
+def test_figures_of_a_call_are_weighted_by_the_sequences_of_each_rank() -> None:
+    resolved = ppo(separate=False).lazy_init()
+    step = Step(None, resolved, 1, 0, 7)
+    step._counts["actorTrain"] = [3.0, 1.0]
+    answers = [(None, {"loss": loss}, Counter[str]()) for loss in (1.0, 5.0)]
+    assert step._finish(resolved.graph.calls["actorTrain"], answers) == {"loss": 2.0}
