@@ -54,6 +54,12 @@ class TestState:
         first["weights"] += 1
         assert torch.equal(state.load()["weights"], torch.zeros(2))
 
+    def test_each_save_counts_by_which_ranks_know_whose_values_are_newer(self) -> None:
+        state = ResilientState()
+        for number in (1, 2, 3):
+            state.save(step=number)
+            assert state._kept == (number, {"step": number})
+
     def test_a_save_that_fails_leaves_the_one_before(self) -> None:
         class Sharded(torch.Tensor):
             placements = ()

@@ -118,7 +118,7 @@ class Generators(RuleBasedStateMachine):
         mode=st.sampled_from(["abort", "wait", "wait", "keep"]), clear=st.booleans(), times=st.integers(1, 2)
     )
     def stop(self, mode: PauseMode, clear: bool, times: int) -> None:
-        """What runs ends, is waited for, or is kept; one or two wait for that."""
+        """Sequences end, are waited for, or are kept; one or two wait for that."""
         self.step()
         paused = [self.generator.pause(mode, clear_cache=clear) for _ in range(times)]
         self.pause = mode
