@@ -179,6 +179,7 @@ SECTIONS = {
         *("experiments.SequenceSample", "experiments.NamedArray", "experiments.DatasetAbstraction"),
         *("experiments.DatasetUtility", "experiments.register_dataset", "experiments.register_tokenizer"),
         *("experiments.RolloutAgent", "experiments.register_agent", "experiments.register_environment"),
+        *("experiments.CollectingAgent", "experiments.BundledGenerationOutputs"),
         *("experiments.PromptDataset", "experiments.PromptAnswerDataset", "experiments.PairedDataset"),
         *("experiments.AgentAbstraction", "experiments.EnvServiceAbstraction"),
     ],
