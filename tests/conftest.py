@@ -14,6 +14,8 @@ variable to it.
 
 The networks of tests are small. Two threads that compute one of them spend most of their time waiting for each other.
 
+Output that no terminal shows is of any width: pytest-xdist tells its workers the width of the terminal.
+
 What was imported for the tests lives until the end: the garbage collector does not look at it again. With torch imported a
 full collection takes half a second, and tests that end with one, or make many objects, cause many.
 """
@@ -36,6 +38,7 @@ from tests.effort import CHAOS
 gc.disable()  # until everything is imported
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("COLUMNS", None)
 
 COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 COMPILER_CACHE_IS_GIVEN = COMPILER_CACHE in os.environ

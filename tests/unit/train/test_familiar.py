@@ -87,7 +87,9 @@ def test_processors_beside_gpus_are_threads() -> None:
 @pytest.mark.parametrize("seconds", [60, timedelta(minutes=1)])
 def test_the_timeout_of_the_process_group_reaches_the_workers(seconds: Any) -> None:
     trainer = train.Trainer(backend_args=train.TorchConfig(timeout_s=seconds))
-    assert trainer._setup.job_file("x")["config"] == {"backend": "torch", "group_timeout": 60.0}
+    config = trainer._setup.job_file("x")["config"]
+    assert isinstance(config, dict)
+    assert (config["backend"], config["group_timeout"]) == ("torch", 60.0)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ class Ranks(RuleBasedStateMachine):
         context = Context({}, self.peers)
         self._patch.setattr(workers, "init", lambda: context)
         self._patch.setattr(workers, "find_backend", lambda name, timeout: Hooks)
-        config: Any = SimpleNamespace(backend="hooks", group_timeout=1.0)
+        config: Any = SimpleNamespace(backend="hooks", group_timeout=1.0, logging=None)
         self.worker = TrainWorker(MasterHandle(context), config)
         self.worker.setup()
         self.hooks: Any = self.worker._backend

@@ -222,7 +222,9 @@ class Step:
             end = Exit(event.code, event.signal)
             note = f", {event.note}" if event.note else ""
             if known.live and known.incarnation == event.worker.incarnation:
-                assert ("exit", f"{event.worker} ended: {end}{note}") in self.records
+                ends = {end, replace(end, early=event.code == 0)}
+                told = {("exit", f"{event.worker} ended: {each}{note}") for each in ends}
+                assert told & {*self.records}
         over = self.after.phase in JOB_ENDS
         verdicts = [command.verdict for command in self.commands if isinstance(command, Finish)]
         assert verdicts == ([self.after.verdict] if over else [])
