@@ -78,6 +78,11 @@ class Generator:
         return self._labels[-1]
 
     @property
+    def paused(self) -> bool:
+        """True from the beginning of a pause until `resume`."""
+        return self._pause is not None
+
+    @property
     def running(self) -> int:
         """The number of sequences that have not ended."""
         return len(self._open)
@@ -117,10 +122,16 @@ class Generator:
     def pause(self, mode: PauseMode, *, clear_cache: bool) -> Future[None]:
         """Stop between two steps. Sequences end now (``abort``), are waited for (``wait``), or go on after the pause
         (``keep``): from keys and values that are computed anew with `clear_cache`, and else from those that they have.
+
+        The one who waits for sequences gets `UsageError` when another pause or `resume` comes before they have ended.
         """
         paused: Future[None] = Future()
 
         def begin() -> None:
+            if not paused.set_running_or_notify_cancel():
+                return
+            if mode == "keep":
+                self._end_waits()
             self._pause = mode
             if mode == "abort":
                 self._abort()
@@ -139,10 +150,22 @@ class Generator:
         return self._do(self._resume)
 
     def _resume(self) -> None:
+        self._end_waits()
         self._pause = None
         held, self._held = self._held, []
         for sequence in held:
             self._slots.add(sequence)
+
+    def _end_waits(self) -> None:
+        """Tell those who wait for sequences in a pause that this will not come to its end."""
+        drained, self._drained = self._drained, []
+        for paused in drained:
+            paused.set_exception(
+                UsageError(
+                    "the pause was ended, or became one that keeps sequences, before they had ended",
+                    "pause again",
+                )
+            )
 
     def check(self, path: str, token: str) -> Future[None]:
         """Look whether the file with this token has the tensors of the network. It raises `UsageError` if it is not
@@ -206,10 +229,12 @@ class Generator:
             raise WeightsError("the model does not take these tensors", NAMES, faults=faults)
 
     def _do(self, act: Callable[[], T]) -> Future[T]:
-        """The result of `act` in the thread, between two steps."""
+        """The result of `act` in the thread, between two steps. Nothing is done when the future is cancelled before."""
         done: Future[T] = Future()
 
         def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
             try:
                 done.set_result(act())
             except Exception as error:  # noqa: BLE001
@@ -239,7 +264,7 @@ class Generator:
         if self._pause in (None, "wait") and self._slots.busy:
             for sequence in self._slots.step():
                 self._end(sequence, "stop" if sequence.ended else "length")
-        if self._pause == "wait" and not self._slots.busy:
+        if self._drained and not self._slots.busy:
             drained, self._drained = self._drained, []
             for paused in drained:
                 paused.set_result(None)

@@ -104,7 +104,7 @@ class Routes:
     ) -> None:
         self._generator, self._model, self._vocabulary, self._longest = generator, model, vocabulary, longest
         self._stops, self._tokenizer = tuple(stops), tokenizer
-        self._paused, self._requests = False, 0
+        self._requests = 0
         # Seeds of requests that have none.
         self._seeds = random.SystemRandom()
         self._routes: Mapping[tuple[str, str], Callable[[bytes, Mapping[str, str]], Any]] = {
@@ -158,19 +158,17 @@ class Routes:
         return {"weight_version": self._generator.label}
 
     async def _is_paused(self, body: bytes, query: Mapping[str, str]) -> Any:
-        return {"is_paused": self._paused}
+        return {"is_paused": self._generator.paused}
 
     async def _pause(self, body: bytes, query: Mapping[str, str]) -> Any:
         mode, clear = query.get("mode", "abort"), query.get("clear_cache", "true")
         if mode not in ("abort", "wait", "keep") or clear not in ("true", "false"):
             raise _Refused(400, f"mode={mode}, clear_cache={clear}: write abort, wait or keep, true or false")
         await asyncio.wrap_future(self._generator.pause(mode, clear_cache=clear == "true"))  # type: ignore[arg-type]
-        self._paused = True
         return {"status": "paused"}
 
     async def _resume(self, body: bytes, query: Mapping[str, str]) -> Any:
         await asyncio.wrap_future(self._generator.resume())
-        self._paused = False
         return {"status": "resumed"}
 
     async def _init(self, body: bytes, query: Mapping[str, str]) -> Any:

@@ -75,6 +75,10 @@ class Generators(RuleBasedStateMachine):
         assert (self.generator.running, self.generator._slots.busy, self.generator._held) == (0, False, [])
 
     @property
+    def waiting(self) -> list[Future[None]]:
+        return [each for each in self.waits if not each.done()]
+
+    @property
     def open(self) -> list[Row]:
         return [row for row in self.rows if not row.end]
 
@@ -113,13 +117,13 @@ class Generators(RuleBasedStateMachine):
             self.step()
         assert not can or sum(len(row.labels) for row in self.rows) > before
 
-    @precondition(lambda self: all(each.done() for each in self.waits))
     @rule(
         mode=st.sampled_from(["abort", "wait", "wait", "keep"]), clear=st.booleans(), times=st.integers(1, 2)
     )
     def stop(self, mode: PauseMode, clear: bool, times: int) -> None:
-        """Sequences end, are waited for, or are kept; one or two wait for that."""
+        """Sequences end, are waited for, or are kept; one or two wait for that, and cannot give it up any more."""
         self.step()
+        waiting = self.waiting
         paused = [self.generator.pause(mode, clear_cache=clear) for _ in range(times)]
         self.pause = mode
         if mode == "abort":
@@ -127,17 +131,31 @@ class Generators(RuleBasedStateMachine):
                 row.end = "abort"
         self.step()
         self.waits += paused
-        assert mode == "wait" or all(each.done() for each in paused)
+        assert not any(each.cancel() for each in paused)
+        assert mode == "wait" or all(each.exception(0) is None for each in paused)
+        if mode == "abort":
+            assert all(each.exception(0) is None for each in waiting)
+        if mode == "keep":
+            assert all(isinstance(each.exception(0), UsageError) for each in waiting)
 
-    @precondition(lambda self: all(each.done() for each in self.waits))
     @rule()
     def resume(self) -> None:
-        for _ in range(STEPS if not all(each.done() for each in self.waits) else 1):
-            self.step()
+        """A pause that has not come to its end says so."""
+        self.step()
+        waiting = self.waiting
         done = self.generator.resume()
         self.pause = None
         self.step()
         assert done.result(0) is None
+        assert all(isinstance(each.exception(0), UsageError) for each in waiting)
+
+    @rule()
+    def give_up_what_has_not_begun(self) -> None:
+        """Nobody waits for it any more, so it is not done."""
+        asked = [self.generator.pause(mode, clear_cache=True) for mode in ("abort", "wait")]
+        asked += [self.generator.resume(), self.generator.begin_update(), self.generator.finish_update("3")]
+        assert all(each.cancel() for each in asked)
+        self.step()
 
     @rule(label=st.sampled_from(["1", "2", None]))
     def update(self, label: str | None) -> None:
@@ -172,8 +190,9 @@ class Generators(RuleBasedStateMachine):
                 each["version"] for each in spans for _ in range(each["start"], each["end"])
             ] == row.labels
             assert all(one["version"] != other["version"] for one, other in pairwise(spans))
-        if self.pause == "wait" and not self.generator._slots.busy:
-            assert all(each.done() for each in self.waits)
+        assert self.generator.paused == (self.pause is not None)
+        assert self.pause == "wait" or not self.waiting
+        assert not self.waiting or self.generator._slots.busy
 
 
 TestGenerators = Generators.TestCase
