@@ -205,9 +205,10 @@ class Pool:
     async def run(self, prompts: Iterable[Data] | AsyncIterable[Data]) -> AsyncGenerator[Group, None]:
         """Finished groups of these prompts, in the order in which they finish.
 
-        A prompt is taken when its group may begin. Groups in progress, and finished ones that the caller has not
-        received yet, are together at most twice `max_concurrent_rollouts`. Raises what `prompts` raises,
-        `EpisodeFailed` for an agent that always fails, and `QueueTimeout` when nobody calls `advance`.
+        A prompt is taken when the group of the one before has begun, so one of them waits until its own may begin.
+        Groups in progress, and finished ones that the caller has not received yet, are together at most twice
+        `max_concurrent_rollouts`. Raises what `prompts` raises, `EpisodeFailed` for an agent that always fails, and
+        `QueueTimeout` when nobody calls `advance`.
         """
         gate = self._gate
         ready: asyncio.Queue[Group | None] = asyncio.Queue()
