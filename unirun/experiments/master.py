@@ -361,12 +361,17 @@ class MasterWorkerProcess(BaseTrainer):
             # After its calls, so that none of them waits for this.
             if step.ids and len(self._flight) < STEPS_IN_FLIGHT and not self._over(after):
                 self._read(after)
-            running = {ref: each for each in self._flight for ref in each.running}
+            running = {
+                ref: each
+                for each in self._flight
+                for ref in each.running
+                if each is step or ref not in each.failed
+            }
             waits = self._manager is not None and len(self._flight) < STEPS_IN_FLIGHT
             for ref in wait([*running, *([self._source.news] if waits else ())])[0]:
                 if ref in running:
                     self._doing = f"in step {running[ref].number + 1}, {running[ref].running[ref]}"
-                    running[ref].answer(ref)
+                    running[ref].answer(ref, oldest=running[ref] is step)
                 else:
                     self._source.look()
         return self._flight.pop(0)

@@ -272,6 +272,8 @@ class Step:
         self._figures: dict[str, float] = {}
         self.running: dict[Any, str] = {}
         """The calls that run, by their refs; `READING` for those that read data."""
+        self.failed: set[Any] = set()
+        """Those of `running` that have failed while an older step ran. Nothing more of this step begins."""
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -280,8 +282,9 @@ class Step:
 
     @property
     def progress(self) -> StepProgress:
-        """The calls that have run, and those that run."""
-        return StepProgress(self._done, [*self.running.values()])
+        """The calls that have run, and those that run. After a failure there are no others."""
+        running = [name for ref, name in self.running.items() if ref not in self.failed]
+        return StepProgress(self._graph.calls if self.failed else self._done, running)
 
     @property
     def over(self) -> bool:
@@ -312,8 +315,16 @@ class Step:
         self._read[rank] = None
         self.running[method.call_async(self._attempt, self.number, oldest, rows)] = READING
 
-    def answer(self, ref: Any) -> None:
-        """Take the result of a call of `running`, which has ended. Raises what it has raised."""
+    def answer(self, ref: Any, *, oldest: bool) -> None:
+        """Take the result of a call of `running`, which has ended. Raises what it has raised.
+
+        If this is not the `oldest` step, a failure is only noted, so that the step before comes to its end with all
+        that is due after it. After the loss of a worker it would not.
+        """
+        error = None if oldest else ref.exception()
+        if error is not None and not isinstance(error, LOST):
+            self.failed.add(ref)
+            return
         name, found = self.running.pop(ref), ref.result()
         if name != READING:
             told = self._finish(self._graph.calls[name], found)

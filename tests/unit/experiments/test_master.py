@@ -158,6 +158,7 @@ class Steps:
         self.ids: tuple[str, ...] = ()
         self.progress, self.figures = StepProgress((), ()), dict[str, float]()
         self.running: dict[Future[Any], str] = {}
+        self.failed = set[Any]()
 
     def load(self, model: object, indices: Sequence[int], oldest: int) -> None:
         self.ids = tuple(map(str, indices))
@@ -170,7 +171,7 @@ class Steps:
         ended.set_result(None)
         self.running[ended] = name
 
-    def answer(self, ref: Future[Any]) -> None:
+    def answer(self, ref: Future[Any], *, oldest: bool) -> None:
         self.running.pop(ref)
         self.over = True
 

@@ -32,7 +32,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from tests.effort import examples
-from unirun.errors import UnirunError, WorkerLost
+from unirun.errors import TrainingFailed, UnirunError, WorkerLost
 from unirun.experiments import master, model_worker
 from unirun.experiments.config import (
     Allocation,
@@ -68,7 +68,7 @@ from unirun.experiments.models.api import (
     ModelInterface,
     Place,
 )
-from unirun.experiments.recovery import FILE, KEPT
+from unirun.experiments.recovery import FILE, KEPT, Recovery
 from unirun.experiments.sample import SequenceSample
 from unirun.train.data.plan import SampleOrder
 
@@ -180,6 +180,8 @@ class Interface(ModelInterface):
     def inference(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> SequenceSample:
         if model.name == AHEAD:
             self._check(sample, "prompt")
+            if self.trial.order.step == self.trial.fails_in:
+                raise ArithmeticError("there is no bonus")
             assert self._number(model) == first_of("ahead")
             return SequenceSample.of({"bonus": [*torch.rand(len(sample), dtype=torch.float64)]}, sample.ids)
         self._check(sample, "prompt", "tokens")
@@ -295,6 +297,9 @@ class Ref:
 
     def done(self) -> bool:
         return True
+
+    def exception(self) -> Exception | None:
+        return self._error
 
     def result(self) -> Any:
         if self._error is not None:
@@ -422,6 +427,8 @@ class History:
         self._average = first_of("ref")
         self.ahead = 0
         """Calls that ran before the step before had ended."""
+        self.fails_in: int | None = None
+        """The step in which the call that runs ahead fails."""
 
     @property
     def steps(self) -> int:
@@ -659,3 +666,16 @@ def test_whatever_dies_a_trial_is_that_in_which_nothing_dies(how: Histories, dea
         history.check_end(history.fit())
     finally:
         shutil.rmtree(root)
+
+
+def test_a_call_that_fails_ahead_ends_the_trial_after_the_step_before_and_its_checkpoint(
+    tmp_path: Path,
+) -> None:
+    history = History(tmp_path, Histories(ckpt=1), {})
+    history.fails_in = 3
+    with pytest.raises(TrainingFailed, match="failed in step 4, bonus.*: there is no bonus"):
+        history.fit()
+    assert [line["step"] for line in history.lines("steps.jsonl")] == [1, 2, 3]
+    assert Recovery(tmp_path).steps()[-1] == 3
+    history.check_files()
+    assert history.ahead == 3
