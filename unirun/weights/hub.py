@@ -334,7 +334,7 @@ class Hub:
         self, role: str, rank: int, known: PeerConnection | None, *, connect: bool = True
     ) -> PeerConnection | None:
         """`known`, or a new connection when the rank has another worker now, or the connection has ended; None in place
-        of a new one if this shall not `connect`.
+        of a new one if this shall not `connect`, which may take seconds.
 
         None as long as the worker cannot be reached: it has not begun to listen, or has died. Raises `PeerLost` when it
         has ended for good.
@@ -346,12 +346,12 @@ class Hub:
         who = WorkerId(role, rank, worker.incarnation)
         if known is not None and known.who == who and not known.lost:
             return known
+        if worker.phase == "ended":
+            raise PeerLost(f"{who} has ended", "ask before its end", worker=str(who))
         if not connect:
             return None
         if known is not None:
             known.close()
-        if worker.phase == "ended":
-            raise PeerLost(f"{who} has ended", "ask before its end", worker=str(who))
         endpoint = worker.addresses.get(WEIGHTS, "")
         if not endpoint or worker.phase == "lost":
             return None

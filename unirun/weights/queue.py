@@ -7,9 +7,10 @@ import contextlib
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from unirun.errors import FrameError, PeerLost, QueueEnded, QueueTimeout, UsageError
@@ -184,11 +185,16 @@ class Consumer:
                 news.result(left)
 
     async def get_async(
-        self, count: int, feeds: Callable[[], Sequence[RemoteProducer]], deadline: float
+        self,
+        count: int,
+        feeds: Callable[[], Sequence[RemoteProducer]],
+        deadline: float,
+        connect: Callable[[], Awaitable[None]],
     ) -> list[Item]:
-        """As `get`, in an event loop."""
+        """As `get`, in an event loop. It awaits `connect` before it asks for `feeds`."""
         while True:
             news = self._news
+            await connect()
             if (found := self._taken(count, feeds)) is not None:
                 return found
             await settled(news, self._left(count, deadline))
@@ -341,6 +347,9 @@ class Queue:
         self._waits: defaultdict[str, float] = defaultdict(float)
         self._told = 0.0
         self._feeds: dict[int, RemoteProducer] = {}
+        # Connections to producers, by rank. One thread at a time makes them.
+        self._lines: dict[int, PeerConnection] = {}
+        self._connecting = threading.Lock()
         self._gate: PeerConnection | None = None
         self._consumer = Consumer(name, self._bound)
         peers = self._context.peers
@@ -449,7 +458,8 @@ class Queue:
         """As `get_batch`, in an event loop."""
         self._may_get()
         with self._waiting("empty_s"), page().awaiting(asyncio.get_running_loop()):
-            return await self._consumer.get_async(count, self._connected, self._deadline(timeout))
+            feeds, deadline = partial(self._connected, connect=False), self._deadline(timeout)
+            return await self._consumer.get_async(count, feeds, deadline, self._connect_async)
 
     def _may_get(self) -> None:
         self._must_be(self.consumer, "get")
@@ -497,18 +507,40 @@ class Queue:
             self._items.close()
         else:
             self.done()
-        for line in (self._gate, *(feed.line for feed in self._feeds.values())):
+        for line in (self._gate, *self._lines.values()):
             if line is not None:
                 line.close()
         self._feeds.clear()
+        self._lines.clear()
 
-    def _connected(self) -> list[RemoteProducer]:
+    def _line(self, rank: int, *, connect: bool) -> PeerConnection | None:
+        """The connection to a producer, as `Hub.line` has it. Raises `PeerLost`."""
+        found = self._hub.line(self.producer, rank, self._lines.get(rank), connect=connect)
+        if connect and found is not None:
+            self._lines[rank] = found
+        return found
+
+    async def _connect_async(self) -> None:
+        """Connect to the producers that can be reached, in a thread, as it may take seconds."""
+        if self._connect(connect=False):
+            await asyncio.to_thread(self._connect, connect=True)
+
+    def _connect(self, *, connect: bool) -> bool:
+        """Return True if a producer is not connected that may be."""
+        missing = False
+        with self._connecting if connect else contextlib.nullcontext():
+            for rank in range(self._context.peers.size(self.producer)):
+                with suppress(PeerLost):
+                    missing |= self._line(rank, connect=connect) is None
+        return missing
+
+    def _connected(self, *, connect: bool = True) -> list[RemoteProducer]:
         """The producers that can be reached now. Raises `QueueEnded`."""
         ended, size = 0, self._context.peers.size(self.producer)
         for rank in range(size):
             known = self._feeds.pop(rank, None)
             try:
-                line = self._hub.line(self.producer, rank, known.line if known is not None else None)
+                line = self._line(rank, connect=connect)
             except PeerLost:
                 ended += 1
                 continue
