@@ -480,7 +480,10 @@ class Publisher:
             self._answer(request, reply)
 
     def withdraw(self) -> None:
-        """Have no version until the next one, which may have any number. Those who read the one before may go on."""
+        """Have no version until the next one, which may have any number. Those who read the one before may go on.
+
+        The next one has a layout of its own. So a receiver that has parts of other ranks, from before, asks all anew.
+        """
         with self._lock:
             if self._current is not None:
                 self._current.end()

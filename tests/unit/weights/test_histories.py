@@ -41,7 +41,9 @@ RANK, READER = st.sampled_from(PUBLISHERS), st.sampled_from((0, *RECEIVERS))
 RARELY = st.integers(0, 3).map(lambda number: number == 0)
 MOMENTS = st.lists(
     st.tuples(
-        st.integers(0, 16), st.sampled_from(["publish", "break", "overwrite", "overwrite", "die"]), RANK
+        st.integers(0, 16),
+        st.sampled_from(["publish", "break", "overwrite", "overwrite", "die", "withdraw", "withdraw"]),
+        RANK,
     ),
     max_size=2,
 )
@@ -164,6 +166,23 @@ class Channel(RuleBasedStateMachine):
         for rank in PUBLISHERS:
             self.publish(rank)
         self.calm = True
+
+    def withdraw(self) -> None:
+        """Publishers go back to an earlier state, and publish it with the number of the last version."""
+        for publisher in self.publishers.values():
+            publisher.withdraw()
+        self.epoch += 1
+        self.begins_with = max(self.latest.values(), default=self.begins_with)
+        self.latest.clear()
+        for rank in PUBLISHERS:
+            self.publish(rank)
+
+    @precondition(lambda self: not self.away)
+    @rule(really=RARELY)
+    def publishers_withdraw(self, really: bool) -> None:
+        if really:
+            self.calm = False
+            self.withdraw()
 
     def die(self) -> None:
         self.away = True
@@ -326,6 +345,8 @@ class Channel(RuleBasedStateMachine):
                     self.publish(rank)
             elif what == "die" and not self.away:
                 self.die()
+            elif what == "withdraw" and not self.away:
+                self.withdraw()
 
         return happens
 

@@ -53,6 +53,19 @@ def test_those_who_wait_get_what_is_published_next(channel: Channel) -> None:
     assert same(reader.tensors, content(1, 1))
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_parts_from_before_and_after_a_withdrawal_are_not_mixed(rank: int, channel: Channel) -> None:
+    """A receiver has the part of one publisher, and waits for that of the other one, which it gets after that."""
+    channel.way = 3
+    channel.all_publish(False, 0)
+    reader = channel.readers[rank]
+    assert reader.channel.receive(reader.tensors, timeout=1.0) == 2
+    channel.publish(0)
+    channel.job.meanwhile.extend([*[lambda: None] * 8, channel.withdraw])
+    assert reader.channel.receive(reader.tensors, min_version=3, timeout=5.0) == 3
+    assert same(reader.tensors, content(1, 3))
+
+
 def test_receivers_have_nothing_to_withdraw(channel: Channel) -> None:
     with pytest.raises(UsageError, match="rollout receives channel 'policy'"):
         channel.readers[0].channel.withdraw()
