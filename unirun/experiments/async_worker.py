@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,7 @@ from unirun.experiments.config import DATASETS, INTERFACES
 from unirun.experiments.datasets import Dataset, DatasetUtility, load_tokenizer
 from unirun.experiments.graph import MFCDef
 from unirun.experiments.model_worker import ModelWorkerProcess, joined
+from unirun.experiments.models.api import FinetuneSpec
 from unirun.experiments.sample import SequenceSample
 from unirun.roles import trainer_invocation
 from unirun.weights.channel import WeightsChannel
@@ -31,12 +33,14 @@ class AsyncModelWorkerProcess(ModelWorkerProcess):
     _buffer: Buffer | None = None
     _intake: Intake | None = None
     _queue: Queue | None = None
-    _channel: WeightsChannel | None = None
 
     def setup(self) -> None:
         """As that of every model worker."""
         super().setup()
         self._manager = self._experiment.gserver_manager[0]
+        self._channel = WeightsChannel(POLICY) if self._experiment.generation_server else None
+        # Held while weights are copied, which is not in the main thread.
+        self._publishing = threading.Lock()
 
     def teardown(self) -> None:
         """Take no more trajectories."""
@@ -58,6 +62,12 @@ class AsyncModelWorkerProcess(ModelWorkerProcess):
         """The call that trains the model whose weights the servers have."""
         role = self._manager.model_name.role
         return next(call for call in self._resolved.graph.trained if call.role == role)
+
+    @trainer_invocation(target="ALL")
+    def restore(self, attempt: int, step: int | None, spec: FinetuneSpec) -> dict[str, int]:
+        """As that of every model worker, when nothing of an earlier attempt is being published."""
+        with self._publishing:
+            return super().restore(attempt, step, spec)
 
     @trainer_invocation(target="ALL", concurrency=THREADS)
     def take(self, attempt: int, step: int, oldest: int, ids: Sequence[str]) -> tuple[int, SequenceSample]:
@@ -96,7 +106,7 @@ class AsyncModelWorkerProcess(ModelWorkerProcess):
             self._intake = Intake(self._buffer, self._queue, interface.accepts)
             self._intake.start()
 
-    @trainer_invocation(target="ALL")
+    @trainer_invocation(target="ALL", concurrency=THREADS)
     def release(self, attempt: int, ids: Sequence[str], *, dropped: bool) -> None:
         """These trajectories are not needed any more. Those that are `dropped` were not trained on: others are made in
         their place."""
@@ -106,17 +116,16 @@ class AsyncModelWorkerProcess(ModelWorkerProcess):
         if dropped and self._queue is not None:
             self._queue.keep(-count)
 
-    @trainer_invocation(target="ALL")
+    @trainer_invocation(target="ALL", concurrency=THREADS)
     def publish(self, attempt: int, version: int) -> None:
         """Give the weights that were trained in `version` steps to the generation servers, and let rollout workers
-        begin more."""
-        self._check(attempt)
-        if self._experiment.generation_server:
-            if self._channel is None:
-                self._channel = WeightsChannel(POLICY)
+        begin more. A call of the next step that runs here, which does not change these weights, does not delay it."""
+        with self._publishing:
+            self._check(attempt)
+            channel = self._channel
             # All have published it already, if a step was made again.
-            if self._channel.version is None or self._channel.version < version:
-                self._channel.publish(self._published(), version)
+            if channel is not None and (channel.version is None or channel.version < version):
+                channel.publish(self._published(), version)
         if self._queue is not None:
             self._queue.advance(version)
 
