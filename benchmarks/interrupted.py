@@ -176,7 +176,7 @@ def moved_seconds(found: Sequence[tuple[str, int]]) -> float:
     """Seconds from the death of the first server until all its requests have their next chunk from the other one."""
 
     async def run() -> float:
-        async with Answers([url for url, _ in found]) as client:
+        async with asyncio.timeout(DEADLINE), Answers([url for url, _ in found]) as client:
             completer = EngineCompleter(client, new_tokens_per_chunk=CHUNK)
             asked = [
                 asyncio.create_task(completer.complete([1, 2, 3, 4 + n], max_tokens=LONG))

@@ -38,6 +38,9 @@ ETA = 2
 OPEN = 256
 """Groups that are made at the same time."""
 
+START_TIMEOUT = 300.0
+"""Seconds in which the engines have to begin with the weights of the learner."""
+
 
 class Learner:
     """The policy, and its steps."""
@@ -138,7 +141,8 @@ async def train(learner: Learner, tasks: Tasks) -> Progress:
     print(progress.line(), flush=True)
     channel.publish(learner.model, 0)
     async with unirun.EngineClient("engine") as client:
-        await all_have(client, 0)
+        async with asyncio.timeout(START_TIMEOUT):
+            await all_have(client, 0)
         pool = Pool(
             EngineCompleter(client),
             solver(tasks),

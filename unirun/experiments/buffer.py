@@ -35,6 +35,7 @@ from unirun.experiments.sample import SequenceSample
 from unirun.observe.events import read_lines
 from unirun.values import Value
 from unirun.weights.queue import Item, Queue
+from unirun.wire.reporting import gave_up
 
 # The order: a pure value of the master, which trajectories wait and which step has taken which.
 
@@ -400,6 +401,9 @@ TAKEN_TOGETHER = 16
 TAKE_TIMEOUT = 1.0
 """Seconds after which the thread looks whether it is to end."""
 
+CLOSE_TIMEOUT = 10.0
+"""Seconds in which it ends; an interface may take long to accept trajectories."""
+
 
 class Intake:
     """Takes trajectories from a queue into a buffer. `accepts` returns False for one that is not worth training on;
@@ -422,7 +426,9 @@ class Intake:
     def close(self) -> None:
         """Take no more, and end the thread. What it has taken is on disk then."""
         self._closed = True
-        self._thread.join()
+        self._thread.join(CLOSE_TIMEOUT)
+        if self._thread.is_alive():
+            gave_up("the thread that takes trajectories", CLOSE_TIMEOUT)
 
     def raise_error(self) -> None:
         """Raise the error that has ended the thread, if there is one."""
