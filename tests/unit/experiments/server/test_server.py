@@ -14,7 +14,7 @@ import torch
 
 from tests.unit.experiments.models.test_stage import CONFIG, place
 from tests.waiting import WAIT_TIMEOUT, eventually
-from unirun.errors import WeightsError
+from unirun.errors import UsageError, WeightsError
 from unirun.experiments import GenerationConfig
 from unirun.experiments.models.generation import Continuation
 from unirun.experiments.models.stage import Stage
@@ -156,6 +156,17 @@ def test_a_pause_aborts_waits_for_or_keeps_what_runs(server: Server) -> None:
     assert not end.done(), "what comes in a pause waits for its end"
     result(server.generator.resume())
     assert result(end) == "length"
+
+
+def test_who_waits_for_what_runs_is_told_when_the_pause_does_not_come_to_its_end(server: Server) -> None:
+    end = server.generator.generate(sequence())
+    for act in (server.generator.resume, lambda: server.generator.pause("keep", clear_cache=False)):
+        paused = server.generator.pause("wait", clear_cache=True)
+        result(act())
+        assert isinstance(paused.exception(WAIT_TIMEOUT), UsageError)
+    paused = server.generator.pause("wait", clear_cache=True)
+    result(server.generator.pause("abort", clear_cache=True))
+    assert (result(paused), result(end)) == (None, "abort")
 
 
 def test_a_request_for_which_nobody_waits_leaves_its_slot(server: Server) -> None:
