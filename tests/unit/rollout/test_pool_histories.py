@@ -192,17 +192,24 @@ class Pools(RuleBasedStateMachine):
     def grown_old(self, now: float) -> None:
         """Groups with a token that is too old are cancelled."""
         for group in [*self.open]:
-            if self.bound and group.oldest is not None and self.version - group.oldest > self.bound[1]:
+            if self.is_old(group):
                 self.groups.remove(group)
                 self.counts["stale"] += 1
                 self.counts["failed"] += sum(each.end == "failed" for each in group.episodes)
         self.admit(now)
 
     def want(self) -> None:
-        """The consumer wants one more group."""
+        """The consumer wants one more group. Those that have grown old since they were finished are passed over."""
         self.taking = self.loop.create_task(self.run.__anext__())
+        while len(self.delivered) > self.wanted and self.is_old(self.delivered[self.wanted]):
+            del self.delivered[self.wanted]
+            self.counts["accepted"] -= 1
+            self.counts["stale"] += 1
         self.wanted += 1
         self.admit(self.loop.time())
+
+    def is_old(self, group: Made) -> bool:
+        return bool(self.bound and group.oldest is not None and self.version - group.oldest > self.bound[1])
 
     # What happens.
 
