@@ -99,8 +99,10 @@ _PREAMBLES = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 _AFTER = {
     "bash": "complete -o bashdefault -F _unirun unirun\n",
-    # The first word may be a script.
-    "fish": 'complete -c unirun -n "_shtab_unirun_using; and test \\$_shtab_unirun_npos -eq 0" -F\n',
+    # The first word may be a script. Options that have a value in some commands only would hide the word behind them.
+    "fish": """complete -c unirun -n "_shtab_unirun_using; and test \\$_shtab_unirun_npos -eq 0" -F
+set -g _shtab_unirun_opts_with_value (string match -rv -- '^(-f|--module)$' $_shtab_unirun_opts_with_value)
+""",
 }
 """The lines that follow the completions of shtab."""
 

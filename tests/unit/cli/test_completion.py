@@ -157,6 +157,8 @@ def test_bash_completes_workers_also_behind_a_colon(tmp_path: Path) -> None:
         ("unirun status ", {"run-1", "run_2.x"}),
         ("unirun logs run-1 ", {"actor", "actor:0", "actor:1", "actor:10"}),
         ("unirun logs run-1 actor:1", {"actor:1", "actor:10"}),
+        ("unirun logs -f run-1 actor:1", {"actor:1", "actor:10"}),
+        ("unirun logs -n 5 run-1 actor:1", {"actor:1", "actor:10"}),
         ("unirun events run-1 --story act", {"actor", "actor:0", "actor:1", "actor:10"}),
     ],
 )
