@@ -151,6 +151,17 @@ class RemoteMethod(Generic[P, R, Waited, Plain]):
     def __repr__(self) -> str:
         return f"<method {self.__name__} of {self._workers!r}>"
 
+    if not TYPE_CHECKING:
+        # Type checkers know the names.
+
+        def __getattr__(self, name: str) -> None:
+            text = f"'RemoteMethod' object has no attribute {name!r}"
+            if name == "remote":
+                text += (
+                    f": write {self.__name__}(…); {self.__name__}.call_async(…) does not wait for the result"
+                )
+            raise AttributeError(text, name=name, obj=self)
+
     def _method(self, *, blocking: bool) -> Method:
         if blocking not in self._methods:
             invocation = replace(self._invocation, blocking=blocking)

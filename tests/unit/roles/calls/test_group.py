@@ -269,6 +269,10 @@ class TestAMethod:
     def test_has_no_other_ways_to_be_called(self, group: RoleGroup) -> None:
         with pytest.raises(AttributeError, match="'RemoteMethod' object has no attribute 'cal'"):
             group.mine.cal  # type: ignore[attr-defined]  # noqa: B018
+        with pytest.raises(
+            AttributeError, match=r"'remote': write mine\(…\); mine\.call_async\(…\) does not wait"
+        ):
+            group.mine.remote  # type: ignore[attr-defined]  # noqa: B018
 
 
 class TestMap:
