@@ -14,7 +14,7 @@ import sys
 import warnings
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, BinaryIO
@@ -131,7 +131,10 @@ def _leaves(value: Any) -> list[Any]:
 def snapshot(value: Any) -> Any:
     """A copy, of tensors in the memory of the host, which does not change when training goes on. Raises `UsageError`
     for what cannot be pickled."""
-    return mapped(_copied, value)
+    try:
+        return mapped(_copied, value)
+    except Exception as error:
+        raise _unsavable(value, error) from error
 
 
 def _copied(value: Any) -> Any:
@@ -140,11 +143,11 @@ def _copied(value: Any) -> Any:
     try:
         return copy.deepcopy(value)
     except Exception:  # noqa: BLE001 - classes raise what they like
-        # deepcopy refuses tensors with a grad_fn, which pickle takes. `encode` raises `UsageError` for the rest.
+        # deepcopy refuses tensors with a grad_fn, which pickle takes.
         file = io.BytesIO()
-        encode({"value": value}, file)
+        torch.save(value, file)
         file.seek(0)
-        return torch.load(file, weights_only=False)["value"]
+        return torch.load(file, weights_only=False)
 
 
 def encode(state: Mapping[str, Any], file: Any) -> None:
@@ -156,10 +159,38 @@ def encode(state: Mapping[str, Any], file: Any) -> None:
         for each in (error, error.__context__):
             if isinstance(each, OSError):
                 raise each from None
-        raise UsageError(
-            f"this state cannot be saved: {type(error).__name__}: {error}",
-            "save tensors, state dicts and plain data",
-        ) from error
+        raise _unsavable(state, error) from error
+
+
+def _unsavable(state: Any, error: Exception) -> UsageError:
+    """`error`, with the name of the part of `state` that it is about."""
+    name = _culprit(state, "", ()) or "this state"
+    return UsageError(
+        f"{name} cannot be saved: {type(error).__name__}: {error}", "save tensors, state dicts and plain data"
+    )
+
+
+def _culprit(value: Any, name: str, around: tuple[int, ...]) -> str:
+    """The name of the innermost part that cannot be pickled. `around` has the identities of the values around it, which
+    ends a circle."""
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    inside = (*around, id(value))
+    for key, each in parts:
+        if id(each) not in inside and not _can_be_saved(each):
+            return _culprit(each, f"{name}[{key!r}]" if name else str(key), inside)
+    return name
+
+
+def _can_be_saved(value: Any) -> bool:
+    try:
+        torch.save(value, os.devnull)
+    except Exception:  # noqa: BLE001 - classes raise what they like
+        return False
+    return True
 
 
 def save_sharded(

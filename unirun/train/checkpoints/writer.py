@@ -152,7 +152,7 @@ class CheckpointWriter:
         with self._naming(pending):
             if write is not None:
                 write()
-            spans().write("life", f"write checkpoint {pending.number}", began)
+                spans().write("life", f"write checkpoint {pending.number}", began)
             if pending.in_parts:
                 raw = msgspec.json.encode((pending.files, data))
                 self._folder.publish(pending.number, f"rank.{self._rank:05}.json", raw)

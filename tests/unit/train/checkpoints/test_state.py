@@ -83,8 +83,20 @@ def test_an_object_with_a_tensor_that_was_computed_is_copied_too() -> None:
 
 
 def test_an_object_that_cannot_be_pickled_is_told() -> None:
-    with pytest.raises(UsageError, match="this state cannot be saved: TypeError: cannot pickle"):
-        snapshot({"lock": threading.Lock()})
+    parts = [("lock", threading.Lock()), ("nested", {"a": [1, threading.Lock()]})]
+    for (name, part), found in zip(parts, ("lock", r"nested\['a'\]\[1\]"), strict=True):
+        with pytest.raises(UsageError, match=f"^{found} cannot be saved: TypeError: cannot pickle"):
+            snapshot({"epoch": 1, name: part})
+        with pytest.raises(UsageError, match=f"^{found} cannot be saved: TypeError: cannot pickle"):
+            encode({"epoch": 1, name: part}, io.BytesIO())
+
+
+def test_the_search_for_what_cannot_be_pickled_ends_in_a_circle() -> None:
+    circle: dict[str, Any] = {"lock": threading.Lock()}
+    circle = {"around": circle, **circle}
+    circle["around"]["circle"] = circle
+    with pytest.raises(UsageError, match=r"^around\['lock'\] cannot be saved: "):
+        encode(circle, io.BytesIO())
 
 
 def test_models_and_optimizers_are_their_states_wherever_they_are() -> None:

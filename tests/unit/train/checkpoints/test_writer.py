@@ -180,11 +180,11 @@ class TestWhatIsInIt:
     def test_a_state_that_cannot_be_saved_is_told_with_the_next_call(self, folder: Folder) -> None:
         writer = rank(folder)
         writer.save({"function": lambda: 0}, {})
-        with pytest.raises(UsageError, match="this state cannot be saved: AttributeError"):
+        with pytest.raises(UsageError, match="^function cannot be saved: AttributeError"):
             writer.finish()
 
     def test_an_object_that_cannot_be_copied_is_told_at_once(self, folder: Folder) -> None:
-        with pytest.raises(UsageError, match="this state cannot be saved: TypeError"):
+        with pytest.raises(UsageError, match="^lock cannot be saved: TypeError"):
             rank(folder).save({"lock": threading.Lock()}, {})
 
     def test_a_directory_that_cannot_be_written_is_told(self, tmp_path: Path) -> None:
