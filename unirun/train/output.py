@@ -141,6 +141,7 @@ def _opened() -> Any:
     console = Console(file=sys.stderr)
     if console.is_dumb_terminal:
         return None
-    live = Live(console=console, auto_refresh=False, transient=True)
+    # Lines of a stdout that is a file go there.
+    live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=sys.stdout.isatty())
     live.start()
     return live

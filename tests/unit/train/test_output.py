@@ -93,6 +93,20 @@ def test_on_a_terminal_each_rank_has_one_line_below_what_else_is_written(
     assert sys.stderr is screen
 
 
+def test_a_stdout_that_is_a_file_gets_its_lines_while_bars_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    screen, file = Terminal(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(sys, "stdout", file)
+    output = RankOutput(Clock())
+    output.show("stderr", bar(0, "10%"))
+    output.show("stdout", "[worker:0] a line\n")
+    output.close()
+    assert file.getvalue() == "[worker:0] a line\n"
+    assert "10%" in screen.getvalue()
+    assert "a line" not in screen.getvalue()
+
+
 def test_a_line_that_ends_with_both_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
     monkeypatch.setattr(sys, "stderr", file)
