@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from unirun.wire.messages import Attach, Profile
 from unirun.wire.reports import Profiled, TracePart
 
 ANSWER_TIMEOUT = 75.0
-"""Seconds after the profile in which the agent must answer; torch takes some to write a trace."""
+"""Seconds after the profile, and after each part of a trace, in which the agent must answer; torch takes some to write
+the first."""
 
 LONGEST_SECONDS = 600.0
 """Seconds of a profile, at most: a trace of torch has some MB for each."""
@@ -71,14 +73,16 @@ def main(options: Any) -> int:
 def ask(job: JobDir, request: Profile) -> tuple[Profiled, bytes]:
     """The profile, and the bytes of the trace. Raises `JobError`."""
     parts: list[bytes] = []
+    deadline = time.monotonic() + request.seconds + ANSWER_TIMEOUT
     try:
         with call_master(job) as master:
             master.send(Attach())
             master.send(request)
             while True:
-                word = master.receive(request.seconds + ANSWER_TIMEOUT)
+                word = master.receive(max(deadline - time.monotonic(), 0.0))
                 if isinstance(word, TracePart):
                     parts.append(word.data)
+                    deadline = time.monotonic() + ANSWER_TIMEOUT
                 elif isinstance(word, Profiled):
                     return word, b"".join(parts)
     except (StoreError, WireError, RendezvousError) as error:
