@@ -423,8 +423,10 @@ class TrainingIterator:
         finally:
             self._error = error
             self._workers.error = type(error).__name__ if error is not None else ""
-            release(self._lock)
-            self._callbacks.finish(error)
+            try:
+                self._callbacks.finish(error)
+            finally:
+                release(self._lock)
 
     def _count(self, cause: Exception, world: int) -> None:
         """Count the failure of an attempt of `world` ranks, and wait until all ranks are there again. Raises its
