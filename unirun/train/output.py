@@ -53,11 +53,14 @@ class RankOutput:
                 self._bars[bar] = text
                 self._draw(out, bar)
 
-    def close(self) -> None:
-        """Forget the bars that are left."""
-        with self._lock:
-            for bar in [*self._bars]:
-                self._end_bar(bar)
+    def close(self, timeout: float) -> None:
+        """Forget the bars that are left, unless a stream of the program has held a write for `timeout` seconds."""
+        if self._lock.acquire(timeout=timeout):
+            try:
+                for bar in [*self._bars]:
+                    self._end_bar(bar)
+            finally:
+                self._lock.release()
 
     def _end_bar(self, bar: str) -> str:
         """Remove a bar from the screen. Returns its last state, empty if there was none."""

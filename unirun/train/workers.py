@@ -280,5 +280,5 @@ class Workers:
             process.wait()
         for reader in self._readers:
             reader.join(JOB_END_TIMEOUT)
-        self._output.close()
+        self._output.close(JOB_END_TIMEOUT)
         self._process = None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.waiting import WAIT_TIMEOUT
 from unirun.train.output import FILE_INTERVAL, MOST, RankOutput, pieces
 
 
@@ -63,7 +65,7 @@ def test_in_a_file_a_bar_is_a_line_now_and_then_and_at_its_end(
     output.show("stderr", "[worker:0] 100%\n")
     output.show("stderr", bar(1, "2 it/s"))
     output.show("stderr", bar(1, "      "))
-    output.close()
+    output.close(1.0)
     assert file.getvalue().splitlines() == ["[worker:0] 40%", "[worker:0] 80%", "[worker:0] 100%"]
 
 
@@ -88,7 +90,7 @@ def test_on_a_terminal_each_rank_has_one_line_below_what_else_is_written(
     assert shown[1].startswith("[worker:1] ")
     output.show("stdout", "[worker:1] a line\n")
     assert "[worker:1] a line" in screen.getvalue()
-    output.close()
+    output.close(1.0)
     assert screen.getvalue().endswith("\x1b[?25h\r\x1b[1A\x1b[2K"), "the cursor is back, and the line empty"
     assert sys.stderr is screen
 
@@ -101,10 +103,30 @@ def test_a_stdout_that_is_a_file_gets_its_lines_while_bars_are_drawn(monkeypatch
     output = RankOutput(Clock())
     output.show("stderr", bar(0, "10%"))
     output.show("stdout", "[worker:0] a line\n")
-    output.close()
+    output.close(1.0)
     assert file.getvalue() == "[worker:0] a line\n"
     assert "10%" in screen.getvalue()
     assert "a line" not in screen.getvalue()
+
+
+def test_the_end_does_not_wait_for_a_stream_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, free = threading.Event(), threading.Event()
+
+    class Stopped(io.StringIO):
+        def write(self, text: str) -> int:
+            held.set()
+            free.wait(WAIT_TIMEOUT)
+            return len(text)
+
+    monkeypatch.setattr(sys, "stdout", Stopped())
+    output = RankOutput()
+    writer = threading.Thread(target=output.show, args=("stdout", "a line\n"))
+    writer.start()
+    assert held.wait(WAIT_TIMEOUT)
+    output.close(0.01)
+    assert writer.is_alive()
+    free.set()
+    writer.join(WAIT_TIMEOUT)
 
 
 def test_a_line_that_ends_with_both_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
