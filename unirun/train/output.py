@@ -102,14 +102,15 @@ class RankOutput:
 
 def pieces(pipe: IO[bytes]) -> Iterator[str]:
     """The lines and the states of bars that come from a pipe, each as soon as it is complete."""
-    rest = b""
+    rest: list[bytes] = []
     while chunk := pipe.read1(1 << 16):  # type: ignore[attr-defined]
-        data = rest + chunk
-        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-        yield from _PIECE.findall(data[:end].decode(errors="replace"))
-        rest = data[end:]
-    if rest:
-        yield f"{rest.decode(errors='replace')}\n"
+        end = max(chunk.rfind(b"\n"), chunk.rfind(b"\r")) + 1
+        if end:
+            yield from _PIECE.findall(b"".join((*rest, chunk[:end])).decode(errors="replace"))
+            rest.clear()
+        rest.append(chunk[end:])
+    if last := b"".join(rest):
+        yield f"{last.decode(errors='replace')}\n"
 
 
 def _write(out: str, text: str) -> None:
