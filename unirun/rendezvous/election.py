@@ -1,9 +1,10 @@
 """The keys of a store, and leader election: one leader at a time under a prefix, each with a unique epoch.
 
-``<prefix>lead/epoch`` holds the number of the latest term and is never deleted. ``<prefix>lead/leader`` holds the
+``<prefix>lead/epoch`` holds the number of the latest term, and is deleted with the job alone. ``<prefix>lead/leader`` holds the
 leader's address and is deleted when the leader's lease expires. There are no other keys below ``<prefix>lead/``, so a
-watch of it only reports elections. A leader fences each write with ``ValueIs(<prefix>lead/epoch, its own)``, so it is
-safe to depose a leader that only seems to be dead: its later writes are rejected.
+watch of it only reports elections. A leader fences each write with the revision at which it has put
+``<prefix>lead/epoch``, so it is safe to depose a leader that only seems to be dead: its later writes are rejected. The
+number would not do: a job that is removed takes it along, and the next one of the same id counts from 1 again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from unirun.rendezvous.store.protocol import (
     Put,
     RevisionIs,
     Store,
-    ValueIs,
     Watch,
 )
 from unirun.spec.read import is_run_id
@@ -116,8 +116,11 @@ class Term:
     Nobody else had led at the time `renewed`, of a clock that also counts while the host is suspended.
     """
 
-    def __init__(self, store: Store, prefix: str, leader: Leader, lease: Lease, began: float) -> None:
-        self._store, self._prefix, self._leader = store, prefix, leader
+    def __init__(
+        self, store: Store, prefix: str, leader: Leader, revision: int, lease: Lease, began: float
+    ) -> None:
+        """`revision` is that of the transaction that began the term."""
+        self._store, self._prefix, self._leader, self._revision = store, prefix, leader, revision
         self._lease: Lease | None = lease
         self.epoch, self.address = leader.epoch, leader.address
         self.ttl = lease.ttl
@@ -126,7 +129,7 @@ class Term:
     @property
     def fence(self) -> Compare:
         """The comparison that every write of this term must include."""
-        return ValueIs(_epoch_key(self._prefix), str(self.epoch))
+        return RevisionIs(_epoch_key(self._prefix), self._revision)
 
     def keep(self) -> None:
         """Renew the lease; take a new one after it has expired, unless there is another leader. Raises `Fenced`."""
@@ -142,7 +145,7 @@ class Term:
                 self._lease = None
         if self._lease is not None:
             epoch = self._store.get(_epoch_key(self._prefix))
-            if epoch is None or epoch.value != str(self.epoch):
+            if epoch is None or epoch.revision != self._revision:
                 raise self._fenced()
             return
         lease = self._store.grant(self.ttl)
@@ -184,14 +187,16 @@ def campaign(
     ]
     puts = [Put(_epoch_key(prefix), str(epoch)), Put(_leader_key(prefix), _record(leader), lease)]
     try:
-        won = store.txn(compares, puts).succeeded
+        outcome = store.txn(compares, puts)
+        revision = outcome.revision if outcome.succeeded else 0
     except OutcomeUnknown:
         # If the write is applied only after this read, the revoked lease deletes the key.
-        won = leader_of(store, prefix) == leader
-    if not won:
+        seat = store.get(_leader_key(prefix))
+        revision = seat.revision if seat is not None and _leader(seat) == leader else 0
+    if not revision:
         store.revoke(lease)
         return None
-    return Term(store, prefix, leader, lease, began)
+    return Term(store, prefix, leader, revision, lease, began)
 
 
 def _clock() -> float:

@@ -55,6 +55,20 @@ def test_a_successor_leads_at_once_after_a_resignation(store: Store, other_store
         first.keep()
 
 
+def test_a_leader_of_a_job_that_was_removed_writes_nothing_into_the_next_one_of_the_same_id(
+    store: Store,
+) -> None:
+    old = win(store, "old")
+    assert store.txn([old.fence], deletes=[SEAT]).succeeded
+    new = win(store, "new")
+    assert (old.epoch, new.epoch) == (1, 1)
+    assert not may_write(store, old)
+    assert may_write(store, new)
+    with pytest.raises(Fenced, match="another leads"):
+        old.keep()
+    new.keep()
+
+
 def test_a_leader_that_does_not_renew_its_lease_is_succeeded(
     backend: StoreBackend, store: Store, other_store: Store
 ) -> None:
