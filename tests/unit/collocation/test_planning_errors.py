@@ -179,6 +179,14 @@ def test_collocated_roles_that_differ(other: RoleRequest, where: str) -> None:
     assert [fault.where for fault in error(request, hosts(4, 4)).faults] == [where]
 
 
+@pytest.mark.parametrize("device", [None, "cpu", "cuda"])
+def test_roles_that_cannot_be_isolated_are_named_and_no_other(device: str | None) -> None:
+    roles = (RoleRequest("trainer", 1, 1, device), gpu("actor", 2), gpu("rollout", 2))
+    together = (("actor", "rollout"),)
+    request = PlacementRequest(roles, together=together, isolated=together)
+    assert str(error(request, hosts(8))).startswith("actor needs room for 2 ranks and there is room for 0")
+
+
 def test_apart_through_a_chain_of_groups() -> None:
     roles = (gpu("a", 2), gpu("b", 2), gpu("c", 2))
     request = PlacementRequest(roles, collocated=(("a", "b"),), together=(("b", "c"),), apart=(("a", "c"),))

@@ -68,14 +68,14 @@ UNDONE = {
 class Alternative(Value):
     """A request that is easier to place, with `more` nodes if it needs them, and how it differs from another one.
 
-    `binds` are the constraints that it gives up, of `role` if they are a role's. Both are empty when there is only less
-    to place, or more room.
+    `binds` are the constraints that it gives up, of the `roles`. Both are empty when there is only less to place, or
+    more room.
     """
 
     request: PlacementRequest
     text: str
     binds: str = ""
-    role: str = ""
+    roles: tuple[str, ...] = ()
     more: int = 0
 
 
@@ -284,7 +284,7 @@ def _loosened(request: PlacementRequest, trials: Trials) -> Iterator[Variants]:
     def without(kind: str, group: tuple[str, ...]) -> Alternative:
         rest: dict[str, Any] = {kind: tuple(other for other in getattr(request, kind) if other is not group)}
         return Alternative(
-            replace(request, **rest), UNDONE[kind].format(both(group)), f"{kind} {both(group)}"
+            replace(request, **rest), UNDONE[kind].format(both(group)), f"{kind} {both(group)}", group
         )
 
     for kind in reversed(GROUPS):
@@ -356,7 +356,7 @@ def _with_need(request: PlacementRequest, role: RoleRequest, what: str, value: A
         if value is None
         else f"{name} {what} {value}"
     )
-    return Alternative(changed, text, f"{name} {what} {before}", name)
+    return Alternative(changed, text, f"{name} {what} {before}", (name,))
 
 
 def does_not_fit(request: PlacementRequest, inventory: Inventory) -> PlacementError:
@@ -428,11 +428,10 @@ def _shortage(request: PlacementRequest, trials: Trials) -> Shortage:
     constraint = slots if lacking else _binding_groups(request, trials)
     if offers and offers[0].binds:
         constraint = offers[0].binds
-    # The role whose constraint binds is named, else that which lacks the fewest ranks.
+    # Of the roles whose constraint binds, else of all, that is named which lacks the fewest ranks.
     lacks = _lacking(problem, counts)
-    bundle = max(range(len(counts)), key=lambda b: (lacks[b] > 0, counts[b] > 0, -lacks[b], -b))
-    if offers and offers[0].role:
-        bundle = problem.home[offers[0].role]
+    bound = {problem.home[name] for name in offers[0].roles} if offers else ()
+    bundle = max(bound or range(len(counts)), key=lambda b: (lacks[b] > 0, counts[b] > 0, -lacks[b], -b))
     stack = problem.bundles[bundle].stacks[0]
     role = stack.roles[0]
     needed, available = problem.bundles[bundle].least * stack.ranks, counts[bundle] * stack.ranks
