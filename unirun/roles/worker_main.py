@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from unirun import atomic
 from unirun.errors import UsageError
+from unirun.roles.calls.group import RoleGroup, WorkerHandle
 from unirun.roles.calls.policy import invocations
 from unirun.roles.context import Context, init
 from unirun.roles.formation import Formation
@@ -148,9 +149,12 @@ def run_trainer(context: Context, kind: type[BaseTrainer]) -> None:
     roles = [role for role in peers.roles() if role != peers.role]
     groups = {role: session.role_group(role) for role in roles}
     workloads = {r: b.target for r in roles if (b := peers.brief(r)) is not None and b.kind == "workload"}
-    handles = {role: list(group) for role, group in groups.items()}
     trainer = make(
-        kind, BaseTrainer, actor_handles=handles, actor_classes=_Classes(workloads), config=_config(context)
+        kind,
+        BaseTrainer,
+        actor_handles=_Handles(groups),
+        actor_classes=_Classes(workloads),
+        config=_config(context),
     )
     _expect_base(trainer, BaseTrainer, "_actor_handles")
     welcome = peers.welcome
@@ -220,6 +224,22 @@ def _resource(context: Context, role: str) -> dict[str, Any]:
         "collocation": context.peers.collocation(role),
         "class": brief.target if brief else "",
     }
+
+
+class _Handles(Mapping[str, list[WorkerHandle]]):
+    """The handles on the workers by role: those that the role has at the time, as elastic ones grow."""
+
+    def __init__(self, groups: Mapping[str, RoleGroup]) -> None:
+        self._groups = groups
+
+    def __getitem__(self, role: str) -> list[WorkerHandle]:
+        return list(self._groups[role])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
 
 
 class _Classes(Mapping[str, type]):

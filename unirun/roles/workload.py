@@ -299,7 +299,7 @@ class BaseTrainer:
 
     @property
     def actor_handles(self) -> Mapping[str, list[WorkerHandle]]:
-        """The `WorkerHandle` of each worker, by role, in rank order."""
+        """The `WorkerHandle` of each worker, by role, in rank order. Each access gives those that the role has now."""
         return self._actor_handles
 
     @property

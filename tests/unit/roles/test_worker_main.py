@@ -7,13 +7,14 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from unirun.errors import UsageError
 from unirun.roles import BaseTrainer, BaseWorkload
-from unirun.roles.worker_main import _keep, load_class, make, run_function
+from unirun.roles.calls.group import RoleGroup
+from unirun.roles.worker_main import _Handles, _keep, load_class, make, run_function
 
 
 @pytest.fixture
@@ -119,6 +120,14 @@ class TestMaking:
     def test_a_class_gets_its_arguments_in_order(self) -> None:
         made = make(BaseTrainer, BaseTrainer, actor_handles={}, actor_classes={}, config=3)
         assert made.config == 3
+
+
+def test_the_handles_of_a_role_are_those_of_the_ranks_that_it_has_now() -> None:
+    ranks = [0, 1]
+    handles = _Handles({"actor": RoleGroup(cast(Any, None), "actor", ranks)})
+    assert [each.rank for each in handles["actor"]] == [0, 1]
+    ranks.append(2)
+    assert {role: [each.rank for each in found] for role, found in handles.items()} == {"actor": [0, 1, 2]}
 
 
 def test_a_result_that_cannot_be_kept_fails_no_training(
