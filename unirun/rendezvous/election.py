@@ -1,10 +1,10 @@
 """The keys of a store, and leader election: one leader at a time under a prefix, each with a unique epoch.
 
-``<prefix>lead/epoch`` holds the number of the latest term, and is deleted with the job alone. ``<prefix>lead/leader`` holds the
-leader's address and is deleted when the leader's lease expires. There are no other keys below ``<prefix>lead/``, so a
-watch of it only reports elections. A leader fences each write with the revision at which it has put
-``<prefix>lead/epoch``, so it is safe to depose a leader that only seems to be dead: its later writes are rejected. The
-number would not do: a job that is removed takes it along, and the next one of the same id counts from 1 again.
+``<prefix>lead/epoch`` holds the number of the latest term, and is deleted with the job alone. ``<prefix>lead/leader``
+holds the leader's address and is deleted when the leader's lease expires. There are no other keys below
+``<prefix>lead/``, so a watch of it only reports elections. A leader fences each write with the revision at which it has
+put ``<prefix>lead/epoch``, so it is safe to depose a leader that only seems to be dead: its later writes are rejected.
+The number would not do: a job that is removed takes it along, and the next one of the same id counts from 1 again.
 """
 
 from __future__ import annotations
