@@ -37,6 +37,19 @@ def test_unirun_stop_ends_a_job_whose_agent_is_stopped_and_says_so(unirun: Uniru
     unirun.assert_nothing_left()
 
 
+def test_unirun_stop_ends_a_job_whose_agent_is_stopped_and_whose_master_is_dead(
+    unirun: Unirun, script: Script
+) -> None:
+    """Nobody else would start another master, so the command lets the agent go on."""
+    job = unirun.start("--nproc-per-node", 2, script("import time; print('up', flush=True); time.sleep(600)"))
+    job.lines("up", 2)
+    os.kill(unirun.pid_of("unirun-agent"), signal.SIGSTOP)
+    os.kill(unirun.pid_of("unirun-master"), signal.SIGKILL)
+    assert unirun("stop").code == 0
+    assert job.end(WAIT_TIMEOUT).code == 143
+    unirun.assert_nothing_left()
+
+
 @pytest.mark.cold
 def test_a_spawner_that_is_stopped_while_it_imports_is_let_go_on(unirun: Unirun, script: Script) -> None:
     job = unirun.start("--nproc-per-node", 2, script("print('up', flush=True)"))

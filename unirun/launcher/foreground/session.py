@@ -317,7 +317,7 @@ class JobFollower:
                 except (RendezvousError, WireError) as error:
                     self._trouble = str(error)
                     busy = _busy(error)
-            self._tell_why()
+            self._bear_without_master()
             if self._processes.given_up(self._led, busy):
                 known = self._led and not self._requests.urgent
                 return await asyncio.to_thread(self._end_in_store) if known else None
@@ -391,11 +391,12 @@ class JobFollower:
             if self._requests.urgent and self._processes.given_up(self._led):
                 raise WireError("the master does not end a job that has no agent any more")
 
-    def _tell_why(self) -> None:
-        """While there is no master, show the last message of the latest one."""
+    def _bear_without_master(self) -> None:
+        """While there is no master, let agents go on that could start one, and show the last message of the latest."""
         if time.monotonic() < self._alone_since + NO_MASTER_NOTICE_DELAY:
             return
         self._alone_since = time.monotonic()
+        self._processes.wake_agents()
         words = last_line_of_masters(self._job)
         if words and words != self._told:
             self._told = words
