@@ -19,14 +19,17 @@ Answer = Stacks | DebugOutput | DebugEnded | TracePart | Profiled
 
 
 class Questions:
-    """The questions of commands that are not answered yet. `agents` are the streams of the nodes."""
+    """The questions of commands that are not answered yet. `agents` are the streams of the nodes.
 
-    def __init__(self, agents: Mapping[str, Stream], state: Callable[[], JobState]) -> None:
+    Agents may still answer questions of the master before, which had other numbers: they begin with its `epoch`.
+    """
+
+    def __init__(self, agents: Mapping[str, Stream], state: Callable[[], JobState], epoch: int) -> None:
         self._agents, self._state = agents, state
         self._asked: dict[int, Stream] = {}
-        # The nodes of the workers that commands debug, by the numbers of the requests.
-        self._debugged: dict[int, str] = {}
-        self._number = 0
+        # The requests to one rank by their numbers: its node, and whether it is for a debugger.
+        self._of_ranks: dict[int, tuple[str, bool]] = {}
+        self._number = epoch << 32
 
     def ask(self, question: AskStacks, stream: Stream) -> None:
         """Ask the agents of the ranks for their stacks. The command waits for those that answer."""
@@ -52,20 +55,17 @@ class Questions:
         role = self._state().roles.get(request.role)
         worker = role.workers[request.rank] if role and 0 <= request.rank < len(role.workers) else None
         if worker is None or not worker.live or worker.node not in self._agents:
-            problem = "it has no process now"
-            debugs = isinstance(request, Debug)
-            stream.send(DebugEnded(problem=problem) if debugs else Profiled(0, problem=problem))
+            stream.send(_refused(0, isinstance(request, Debug), "it has no process now"))
             return
         self._number += 1
         self._asked[self._number] = stream
-        if isinstance(request, Debug):
-            self._debugged[self._number] = worker.node
+        self._of_ranks[self._number] = worker.node, isinstance(request, Debug)
         self._agents[worker.node].send(replace(request, number=self._number))
 
     def typed(self, word: DebugInput, stream: Stream) -> None:
         """Pass on what the user of a debugger has typed."""
-        for number, node in self._debugged.items():
-            if self._asked[number] is stream and node in self._agents:
+        for number, (node, debugs) in self._of_ranks.items():
+            if debugs and self._asked[number] is stream and node in self._agents:
                 self._agents[node].send(replace(word, number=number))
 
     def answered(self, answer: Answer) -> None:
@@ -74,11 +74,23 @@ class Questions:
             stream.send(answer)
         if isinstance(answer, DebugEnded | Profiled):
             self._asked.pop(answer.number, None)
-            self._debugged.pop(answer.number, None)
+            self._of_ranks.pop(answer.number, None)
+
+    def lost(self, node: str) -> None:
+        """The stream of an agent has ended. It lets debugged ranks go on, and no answer of it would come any more."""
+        for number, (at, debugs) in list(self._of_ranks.items()):
+            if at == node:
+                self.answered(
+                    _refused(number, debugs, f"the agent of {node} is gone, or has connected again")
+                )
 
     def leave(self, stream: Stream) -> None:
         """A command has gone; what it has debugged goes on."""
         self.typed(DebugInput(control="detach"), stream)
         for number in [number for number, each in self._asked.items() if each is stream]:
             del self._asked[number]
-            self._debugged.pop(number, None)
+            self._of_ranks.pop(number, None)
+
+
+def _refused(number: int, debugs: bool, problem: str) -> DebugEnded | Profiled:
+    return DebugEnded(number, problem) if debugs else Profiled(number, problem=problem)

@@ -360,7 +360,7 @@ class Master:
             self._agents, self._nodes_of, lambda role: self._state.role_spec(role), self._late
         )
         self.steps = StepsWatch(self._log)
-        self._questions = Questions(self._agents, lambda: self._state)
+        self._questions = Questions(self._agents, lambda: self._state, term.epoch)
         self._stragglers = StragglerWatch(lambda: self._state, self._straggles, self._apply)
         self._admission = NodeAdmission(job, term.address, lambda: self._state, self._apply)
         self._watchers: set[Stream] = set()
@@ -646,6 +646,7 @@ class Master:
         if join.node in self._agents:
             # Its agent has heard nothing on the old stream, and gets on this one what it has missed.
             self._agents[join.node].abort()
+            self._questions.lost(join.node)
         self._agents[join.node] = stream
         self._unaware.discard(join.node)
         reason, silent = "its stream ended", False
@@ -698,6 +699,7 @@ class Master:
             # The agent may have connected again before the end of this stream was seen.
             if self._agents.get(join.node) is stream:
                 del self._agents[join.node]
+                self._questions.lost(join.node)
                 if not silent:
                     self._beats.forget(join.node)
                     self._apply(AgentLost(join.node, reason))
