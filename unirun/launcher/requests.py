@@ -2,7 +2,8 @@
 (``unirun debug``), or a profile (``unirun profile``).
 
 The agent writes the request to a file in the worker's directory, and sends a signal. The handler is Python's, so the
-worker answers as soon as the main thread executes Python code: not while it is in a call of native code.
+worker answers as soon as the main thread executes Python code: not while it is in a call of native code. Each request
+has its own file, as signals that come meanwhile are one.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from unirun.wire.reporting import report
 REQUEST_SIGNAL = signal.SIGRTMAX - 3
 """The signal; SIGUSR1 and SIGUSR2 are the user's."""
 
-REQUEST_FILE = "request"
-"""The file with the request, such as ``exit=3``."""
+REQUEST = "request."
+"""The begin of the name of a file with a request, such as ``exit=3``. They are taken in the order of the names."""
 
 
 def send_request(pid: int, folder: str, text: str) -> str:
     """Ask the worker that has the process `pid`, and the `folder`. Returns the problem, empty if it was asked."""
     try:
         if takes_signal(pid, REQUEST_SIGNAL):
-            atomic.replace(Path(folder, REQUEST_FILE), text)
+            atomic.replace(Path(folder, f"{REQUEST}{time.monotonic_ns():020}"), text)
             os.kill(pid, REQUEST_SIGNAL)
             return ""
     except OSError as error:
@@ -42,15 +43,24 @@ def send_request(pid: int, folder: str, text: str) -> str:
 def await_requests(environ: Mapping[str, str]) -> None:
     """Let this worker take requests, when it is started."""
     folder = Path(environ["TORCHELASTIC_ERROR_FILE"]).parent
-    signal.signal(REQUEST_SIGNAL, partial(_take, folder / REQUEST_FILE))
+    signal.signal(REQUEST_SIGNAL, partial(_take, folder))
 
 
-def _take(path: Path, _signum: int, frame: FrameType | None) -> None:
-    try:
-        text = path.read_text()
-    except OSError as error:
-        report(f"unirun: no request can be read from {path}: {error.strerror}")
-        return
+def _take(folder: Path, _signum: int, frame: FrameType | None) -> None:
+    for path in sorted(folder.glob(f"{REQUEST}*")):
+        try:
+            text = path.read_text()
+            path.unlink()
+        except FileNotFoundError:
+            # Taken by the handler of a signal that came during a request before.
+            continue
+        except OSError as error:
+            report(f"unirun: no request can be taken from {path}: {error.strerror}")
+            continue
+        _answer(folder, text, frame)
+
+
+def _answer(folder: Path, text: str, frame: FrameType | None) -> None:
     what, _, amount = text.partition("=")
     if what == "debug":
         # Imported here: pdb is for those that are debugged.
@@ -61,7 +71,7 @@ def _take(path: Path, _signum: int, frame: FrameType | None) -> None:
     if what == "profile":
         from unirun.launcher.profiler import profile
 
-        profile(path, float(amount), REQUEST_SIGNAL)
+        profile(folder / f"{REQUEST}end", float(amount), REQUEST_SIGNAL)
         return
     report(f"unirun: the fault {text} is injected")
     match what:

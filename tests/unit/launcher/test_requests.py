@@ -1,0 +1,54 @@
+"""Requests to a worker, with this process as the worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from unirun.launcher import requests
+from unirun.launcher.requests import REQUEST_SIGNAL, await_requests, send_request
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """The directory of a worker that takes requests."""
+    before = signal.getsignal(REQUEST_SIGNAL)
+    await_requests({"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")})
+    yield tmp_path
+    signal.signal(REQUEST_SIGNAL, before)
+
+
+def test_requests_that_come_while_it_is_in_native_code_are_all_taken_in_order(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(requests, "_answer", lambda folder, text, frame: taken.append(text))
+    signal.pthread_sigmask(signal.SIG_BLOCK, [REQUEST_SIGNAL])
+    try:
+        for text in ("profile=1", "debug=5", "exit=3"):
+            assert send_request(os.getpid(), str(folder), text) == ""
+        assert taken == []
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [REQUEST_SIGNAL])
+    assert taken == ["profile=1", "debug=5", "exit=3"]
+    assert list(folder.iterdir()) == []
+
+
+def test_a_request_that_comes_during_another_one_is_taken_at_once_and_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+
+    def answer(folder: Path, text: str, frame: object) -> None:
+        taken.append(text)
+        if text == "debug=5":
+            send_request(os.getpid(), str(folder), "exit=3")
+            assert taken[-1] == "exit=3"
+
+    monkeypatch.setattr(requests, "_answer", answer)
+    send_request(os.getpid(), str(folder), "debug=5")
+    assert taken == ["debug=5", "exit=3"]
