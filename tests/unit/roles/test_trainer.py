@@ -33,6 +33,9 @@ class Nobody(Peers):
         """Nowhere."""
         return Peer(WorkerId(role, rank, 0))
 
+    def view(self, role: str) -> None:
+        """There are no views: roles do not grow."""
+
     def when_changed(self, listener: Any) -> None:
         """Never."""
 

@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -276,6 +276,10 @@ class Deadlines(Generic[T]):
         """Forget `item`, which was in time or has expired already."""
         self._open.pop(item, None)
 
+    def __iter__(self) -> Iterator[T]:
+        """Those that are neither dropped nor late."""
+        return iter(list(self._open))
+
     def _watch(self) -> None:
         with self._lock:
             if self._watched:
@@ -300,6 +304,9 @@ class Deadlines(Generic[T]):
 
 GROWTH_TIMEOUT = 5.0
 """Seconds in which a role must begin to grow that is at a boundary. The next call waits for that."""
+
+_SETTLED = ("running", "succeeded", "failed", "stopped")
+"""The phases of roles that neither start nor recover."""
 
 GROUP_ERROR_DELAY = 0.1
 """Seconds between the first error of a group call and its end: an error in a collective comes a moment before the
@@ -336,9 +343,12 @@ class Caller:
         self._parked: dict[tuple[str, int], deque[Part]] = {}
         self._refused: list[tuple[Call, int, int]] = []
         self._boundary = boundary
-        # The ranks of each role as of the latest call, and whether there was a view since.
+        # The ranks of each role as of the latest call, and the generation that has them. Whoever looks for others holds
+        # the lock; there are perhaps some if a view has come since.
         self._ranks: dict[str, list[int]] = {}
-        self._outdated_ranks = False
+        self._formed: dict[str, int] = {}
+        self._following = threading.Lock()
+        self._views, self._outdated_ranks = 0, False
         self._seqs = itertools.count(1)
         self._losses = ReportedLosses(peers, restarted=me.incarnation > 0)
         self._deadlines: dict[float, Deadlines[Call]] = {}
@@ -353,34 +363,48 @@ class Caller:
 
     def ranks(self, role: str, size: int) -> list[int]:
         """The ranks of a role, now `size`. All groups of the whole role have this list, which changes between calls."""
-        found = self._ranks.setdefault(role, [])
+        view, found = self._peers.view(role), self._ranks.setdefault(role, [])
         found[:] = range(size)
+        self._formed[role] = view.generation if view is not None else 0
         return found
 
     def _changed(self) -> None:
+        self._views += 1
         self._outdated_ranks = True
         self._scheduler.soon(self._look)
 
     def _follow_sizes(self) -> None:
-        """Let roles grow that are at a boundary, and take over the numbers of ranks that roles have now."""
-        self._outdated_ranks = False
-        for role, ranks in list(self._ranks.items()):
-            view, brief = self._peers.view(role), self._peers.brief(role)
-            if view is None or brief is None:
-                continue
-            # Ranks of scripts that grow know their boundaries themselves.
-            boundary = self._boundary if view.grows and brief.kind == "workload" else None
-            if boundary is not None and not self._calls(role):
-                boundary(role)
-                self._peers.wait_for(partial(self._grown, role, view.generation), GROWTH_TIMEOUT)
-            elif view.phase == "reforming":
-                # At a later call: those in the generation that it forms are not known yet.
+        """Let roles grow that are at a boundary, and take over the numbers of ranks that roles have now. Calls of other
+        threads wait meanwhile."""
+        with self._following:
+            if not self._outdated_ranks:
+                return
+            views = self._views
+            again = [self._follow_size(role, ranks) for role, ranks in list(self._ranks.items())]
+            self._outdated_ranks = any(again)
+            if views != self._views:
                 self._outdated_ranks = True
-                continue
-            elif boundary is not None:
-                self._outdated_ranks = True
-            if len(ranks) != (size := self._peers.size(role)):
-                ranks[:] = range(size)
+
+    def _follow_size(self, role: str, ranks: list[int]) -> bool:
+        """The same for one role. Returns True if a later call is to look again."""
+        view, brief = self._peers.view(role), self._peers.brief(role)
+        if view is None or brief is None:
+            return False
+        # Ranks of scripts that grow know their boundaries themselves. While another role recovers, none grows.
+        grows = self._boundary is not None and view.grows and brief.kind == "workload"
+        grows = grows and all(each.phase in _SETTLED for each in self._peers.views())
+        busy = grows and self._calls(role)
+        if self._boundary is not None and grows and not busy:
+            self._boundary(role)
+            self._peers.wait_for(partial(self._grown, role, view.generation), GROWTH_TIMEOUT)
+            view = self._peers.view(role) or view
+        if view.phase == "reforming" and view.generation == self._formed[role]:
+            # The ranks may be those of the generation that it is about to form.
+            return True
+        self._formed[role] = view.generation
+        if len(ranks) != (size := self._peers.size(role)):
+            ranks[:] = range(size)
+        return busy
 
     def _grown(self, role: str, generation: int) -> bool:
         """Return True if a role that was at a boundary has begun to form the generation after this one, or does not
@@ -391,11 +415,8 @@ class Caller:
         )
 
     def _calls(self, role: str) -> bool:
-        """Return True if calls of this process to a role are open."""
-        with self._lock:
-            parked = any(who[0] == role for who in self._parked)
-            connections = [each for each in self._connections.values() if each.address.role == role]
-        return parked or any(map(len, connections))
+        """Return True if calls of this process to a role are open, or about to be sent."""
+        return any(each.prepared.role == role for open_ in list(self._deadlines.values()) for each in open_)
 
     def method(self, role: str, name: str, options: Invocation, ranks: Sequence[int] | None = None) -> Method:
         """The method that `invoke` calls; `ranks` come before the target in `options`.
@@ -427,10 +448,30 @@ class Caller:
         """
         if self._outdated_ranks:
             self._follow_sizes()
-        options = method.options
-        ranks = (self._least_busy(method),) if method.chooses else tuple(method.ranks)
-        if options.pre_func is not None:
-            args, kwargs = rearranged(options.pre_func(*args, **kwargs))
+        if method.options.pre_func is not None:
+            args, kwargs = rearranged(method.options.pre_func(*args, **kwargs))
+        call, among = self._open(method, args, kwargs)
+        while self._following.locked() or among != tuple(method.ranks):
+            # The role has other ranks since, or is about to grow: it did not know of this call.
+            self._deadlines[method.timeout].drop(call)
+            self._follow_sizes()
+            call, among = self._open(method, args, kwargs)
+        ranks, options = call.ranks, method.options
+        if not options.idempotent:
+            call.unreported = self._losses.report(method.role, ranks)
+        if call.unreported:
+            for index in range(len(ranks)):
+                self._settle(call, index, _restarted(call.unreported))
+        else:
+            self._send_all(call)
+        return call
+
+    def _open(
+        self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[InvocationRef[Any], tuple[int, ...]]:
+        """A call whose time has begun, to the ranks of the method or to one among them, and these. It is not sent."""
+        options, among = method.options, tuple(method.ranks)
+        ranks = (self._least_busy(method),) if method.chooses else among
         shares, sharding = split(args, kwargs, len(ranks), auto=options.auto_shard)
         what = f"an argument of {method.role}'s {method.name}"
         try:
@@ -447,14 +488,7 @@ class Caller:
         if options.blocking and not call.joint:
             call.patience = method.timeout
         self._deadlines[method.timeout].add(call)
-        if not options.idempotent:
-            call.unreported = self._losses.report(method.role, ranks)
-        if call.unreported:
-            for index in range(len(ranks)):
-                self._settle(call, index, _restarted(call.unreported))
-        else:
-            self._send_all(call)
-        return call
+        return call, among
 
     def methods(self, role: str) -> Mapping[str, Invocation]:
         """Every method of a role's workloads with its options. If they are not known, a worker is asked, as soon as one
@@ -549,12 +583,21 @@ class Caller:
 
     def _start(self, call: Call, peer: Peer) -> None:
         """Fix the generation for which the parts of a call are sent: that of the first one. Before that is sent, a
-        worker may have died while the call waited."""
+        worker may have died while the call waited. A call to all ranks of a role that has another number of them by now
+        is for the generation before: some would wait in it for the others."""
         with self._starting:
             if call.generation < 0:
-                call.generation = peer.generation
+                call.generation = peer.generation - self._resized(call, peer)
                 if not call.prepared.options.idempotent:
                     call.unreported = self._losses.report(call.prepared.role, call.ranks)
+
+    def _resized(self, call: Call, peer: Peer) -> bool:
+        role = call.prepared.role
+        ranks = self._ranks.get(role)
+        if not call.joint or call.prepared.ranks is not ranks or ranks is None:
+            return False
+        formed = peer.generation == self._formed[role]
+        return len(call.ranks) != (len(ranks) if formed else self._peers.size(role))
 
     def _outdated(self, call: Call, peer: Peer) -> WorkerLost:
         """The error of a joint call that was made for an earlier generation than that of `peer`: a rank was lost

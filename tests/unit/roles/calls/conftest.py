@@ -34,6 +34,9 @@ class FakePeers(Peers):
         """The place."""
         return self._places[rank]
 
+    def view(self, role: str) -> None:
+        """There are no views: roles do not grow."""
+
     def when_changed(self, listener: Callable[[], None]) -> None:
         """Never."""
 

@@ -475,6 +475,7 @@ class Elastic(Pair):
     def __init__(self) -> None:
         super().__init__()
         self.now = RoleView("actor", 2, 0, "", "running", (), grows=True)
+        self.others: tuple[RoleView, ...] = ()
         self.changed: Callable[[], None] = lambda: None
 
     def when_changed(self, listener: Callable[[], None]) -> None:
@@ -484,6 +485,10 @@ class Elastic(Pair):
     def view(self, role: str) -> RoleView:
         """As it is now."""
         return self.now
+
+    def views(self) -> tuple[RoleView, ...]:
+        """Of all roles."""
+        return self.now, *self.others
 
     def brief(self, role: str) -> RoleBrief:
         """That of workloads."""
@@ -499,6 +504,7 @@ class Elastic(Pair):
 
     def becomes(self, size: int, generation: int, phase: str, *, grows: bool = False) -> None:
         """There is another view."""
+        self.generation = generation
         self.now = RoleView("actor", size, generation, "", phase, (), grows=grows)
         self.changed()
 
@@ -548,6 +554,9 @@ class TestARoleThatGrows:
         directory.becomes(3, 0, "reforming")
         group.step()
         assert len(group) == 2
+        directory.becomes(3, 1, "reforming")
+        group.step()
+        assert len(group) == 3, "two would wait for the third in the generation that is formed now"
         directory.becomes(3, 1, "running")
         group.step()
         assert len(group) == 3
@@ -555,3 +564,49 @@ class TestARoleThatGrows:
         group.step()
         assert [each.rank for each in group] == [0]
         caller.close()
+
+    def test_a_role_does_not_grow_and_nobody_waits_for_that_while_another_one_recovers(self) -> None:
+        told: list[str] = []
+        directory, _, caller, group = self.made(told)
+        directory.others = (RoleView("reward", 1, 1, "", "restarting", ()),)
+        directory.changed()
+        group.step.call_async()
+        caller.close()
+        assert told == []
+
+    def test_a_call_that_was_pickled_while_the_role_grew_goes_to_all(self) -> None:
+        directory, transport, caller, group = self.made([])
+
+        def another_thread() -> None:
+            directory.becomes(3, 1, "running")
+            group.step()
+
+        ref = group.step(Meanwhile(another_thread))
+        assert [len(transport.open[rank]) for rank in range(3)] == [2, 2, 2]
+        assert "0 of 3 answered" in repr(ref)
+        caller.close()
+
+    def test_a_call_to_fewer_ranks_than_its_role_has_when_it_is_sent_is_for_the_generation_before(
+        self,
+    ) -> None:
+        directory, transport, caller, group = self.made(None)
+        ref = group.step(Meanwhile(lambda: directory.becomes(3, 1, "running")))
+        with pytest.raises(WorkerLost, match="has formed generation 1, and the call was made for 0"):
+            ref.result(WAIT_TIMEOUT)
+        assert not any(transport.open.values())
+        group.step()
+        assert [len(transport.open[rank]) for rank in range(3)] == [1, 1, 1]
+        caller.close()
+
+
+class Meanwhile:
+    """An argument during whose pickling, the first time, something happens."""
+
+    def __init__(self, happens: Callable[[], None]) -> None:
+        self.happens: Callable[[], None] | None = happens
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        happens, self.happens = self.happens, None
+        if happens is not None:
+            happens()
+        return int, ()
