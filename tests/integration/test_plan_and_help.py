@@ -16,10 +16,12 @@ class TestPlan:
         train = script("raise SystemExit(9)")
         result = unirun("plan", "--roles", "actor=2,rollout=1", train, "--lr", "3", within=COMMAND_TIMEOUT)
         assert result.code == 0, result.err
-        assert re.search(r"ROLE +RANK +NODE +SLOT +RESTART +ENV +COMMAND", result.out)
+        assert re.search(r"ROLE +RANKS +RESTART +ENV +COMMAND", result.out)
+        assert re.search(r"WORKER +NODE +SLOT +ENV", result.out)
         rows = [line for line in result.out.splitlines() if re.match(r"(actor|rollout) ", line)]
-        assert len(rows) == 3
+        assert len(rows) == 2
         assert all("--lr 3" in row for row in rows)
+        assert len(re.findall(r"^(?:actor|rollout):\d ", result.out, re.MULTILINE)) == 3
 
     def test_plan_in_json_has_everything_and_starts_nothing(self, unirun: Unirun, script: Script) -> None:
         train = script("raise SystemExit(9)")
