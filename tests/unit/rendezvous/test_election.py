@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
 
-from unirun.errors import Fenced, StoreRefused
+import pytest
+from msgspec.structs import replace
+
+from unirun.errors import Fenced, OutcomeUnknown, StoreRefused
 from unirun.rendezvous.election import Leader, Term, campaign, leader_of
 from unirun.rendezvous.store.memory import MemoryStore
-from unirun.rendezvous.store.protocol import Put
+from unirun.rendezvous.store.protocol import Compare, Outcome, Put
 from unirun.wire.address import UnixAddress
 
 SEAT, TTL = "jobs/run1/", 10.0
@@ -88,3 +91,25 @@ def test_a_foreign_value_in_an_election_is_named(store: MemoryStore, key: str, v
     store.txn([], [Put(f"{SEAT}lead/{key}", value)])
     with pytest.raises(StoreRefused, match=f"jobs/run1/lead/{key} holds '.*', which no unirun has written"):
         win(store)
+
+
+class Unheard(MemoryStore):
+    """A store whose write is not done, and whose answer is lost; another candidate's is done meanwhile, if there is
+    one."""
+
+    def __init__(self, other: bool) -> None:
+        super().__init__()
+        self.other = other
+
+    def txn(
+        self, compares: Sequence[Compare], puts: Sequence[Put] = (), deletes: Sequence[str] = ()
+    ) -> Outcome:
+        if self.other:
+            theirs = [replace(put, value=put.value.replace("/mine", "/other"), lease=None) for put in puts]
+            super().txn(compares, theirs, deletes)
+        raise OutcomeUnknown("nobody has heard it")
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_campaign_whose_write_was_not_done_is_not_won(other: bool) -> None:
+    assert campaign(Unheard(other), SEAT, UnixAddress("/mine", "host"), 7, ttl=TTL) is None
