@@ -208,7 +208,7 @@ class Pool:
         A prompt is taken when the group of the one before has begun, so one of them waits until its own may begin.
         Groups in progress, and finished ones that the caller has not received yet, are together at most twice
         `max_concurrent_rollouts`. Raises what `prompts` raises, `EpisodeFailed` for an agent that always fails, and
-        `QueueTimeout` when nobody calls `advance`.
+        `QueueTimeout` when the caller does not call `advance`.
         """
         gate = self._gate
         ready: asyncio.Queue[Group | None] = asyncio.Queue()
