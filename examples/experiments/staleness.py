@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -88,7 +89,7 @@ Figures = Mapping[int, Mapping[str, float]]
 def bound(losses: Sequence[float]) -> float:
     """The one-sided 95 % bound of the mean of what seeds have lost."""
     count = len(losses)
-    return mean(losses) + STUDENT[count] * stdev(losses) / count**0.5
+    return mean(losses) + STUDENT[count] * stdev(losses) / sqrt(count)
 
 
 def losses_of(figures: Figures, kind: str) -> list[float]:
