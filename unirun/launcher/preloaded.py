@@ -49,7 +49,7 @@ class PreloadedModules:
         if theirs:
             self._own.add(name)
         before = _threads()
-        with nullcontext() if theirs else _without_collections():
+        with nullcontext() if theirs else _kept_from_collections():
             importlib.import_module(name)
         self._count(name, before)
 
@@ -159,13 +159,16 @@ class _Later(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
-    """A context without garbage collections: a tenth of the time that importing torch takes, and they find little."""
+def _kept_from_collections() -> Iterator[None]:
+    """A context without garbage collections, whose objects later ones leave out. A collection of torch's 250 000
+    objects takes a tenth of the time that its import takes, and frees 3 % of them."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        # Before `enable`, as the next allocation would begin one.
+        gc.freeze()
         if enabled:
             gc.enable()
 
