@@ -174,7 +174,7 @@ def _sink(handle: int, prefix: bytes, words: tuple[bytes, ...]) -> Callable[[byt
     return put
 
 
-# The start of spawners, also before the agent has a task.
+# The start of spawners, before the agent has begun, and also before it has a task.
 
 
 def start_spawner(want: Borrow) -> tuple[socket.socket, subprocess.Popen[bytes]]:
@@ -189,7 +189,7 @@ def start_spawner(want: Borrow) -> tuple[socket.socket, subprocess.Popen[bytes]]
 
 
 class EarlySpawners:
-    """The spawners of an agent that has no task yet: they import what its workers most likely need.
+    """The spawners of an agent that has not begun: they import what its workers need, or most likely need.
 
     `sockets` will be those of the endpoints: a spawner can only serve a store on a socket that it has inherited.
     """
@@ -199,18 +199,25 @@ class EarlySpawners:
         self.descriptors = spare_descriptors()
         self.sockets: dict[str, socket.socket] = {}
         self._started: dict[SpawnerKey, tuple[Borrow, socket.socket, subprocess.Popen[bytes]]] = {}
-        # An env file may be missing here, which is told when the task has come.
-        with contextlib.suppress(RendezvousError):
-            if task is not None:
-                self._start(task, Orders(JobDir(Path()), task, for_workers(os.environ)))
-
-    def _start(self, task: AgentTask, orders: Orders) -> None:
+        if task is None:
+            return
         family = socket.AF_INET6 if ":" in task.addr else socket.AF_INET
         self.sockets = {role.name: socket.socket(family) for role in task.spec.roles if not role.is_program}
-        for key in orders.spawners:
-            want = orders.spawner_request(key, self.descriptors, handles_of(self.sockets.values()))
-            if key != FRESH and choose(want).warm is None:
-                self._started[key] = (want, *start_spawner(want))
+        self.start(task, self.sockets.values())
+
+    def start(self, task: AgentTask, sockets: Iterable[socket.socket], stdin: int | None = None) -> None:
+        """Start the spawners that `task` needs and that are not there yet; `sockets` are those of its endpoints,
+        `stdin` is as for `Agent`."""
+        handles = handles_of(sockets)
+        # An env file may be missing here, or no process be left: an agent that has begun tries again, and tells.
+        with contextlib.suppress(RendezvousError, OSError):
+            orders = Orders(JobDir(Path()), task, for_workers(os.environ), stdin)
+            for key in orders.spawners:
+                want = orders.spawner_request(key, self.descriptors, handles)
+                there = key in self._started and self._started[key][0] == want
+                if key != FRESH and not there and choose(want).warm is None:
+                    self._end(key)
+                    self._started[key] = (want, *start_spawner(want))
 
     def take(self, key: SpawnerKey, want: Borrow) -> tuple[socket.socket, subprocess.Popen[bytes]] | None:
         """The spawner with this key, if there is one that is as the task wants it."""
@@ -221,8 +228,12 @@ class EarlySpawners:
 
     def close(self) -> None:
         """End the spawners that the task has no use for."""
-        while self._started:
-            _, (_, stream, popen) = self._started.popitem()
+        for key in [*self._started]:
+            self._end(key)
+
+    def _end(self, key: SpawnerKey) -> None:
+        if key in self._started:
+            _, stream, popen = self._started.pop(key)
             popen.kill()
             popen.wait()
             stream.close()

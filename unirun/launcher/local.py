@@ -179,8 +179,8 @@ class AgentProcess:
 
 
 def _be_agent(stream: socket.socket, early: AgentTask | None, stdin: int | None) -> bool:
-    """Run in the process of an agent: wait for the task, bind the endpoints, and begin when told. Returns False when
-    the other end is gone before."""
+    """Run in the process of an agent: wait for the task, bind the endpoints, start the spawners, and begin when told.
+    Returns False when the other end is gone before."""
     spawners = EarlySpawners(early)
     with stream, stream.makefile("r") as lines:
         _, handles, _, _ = socket.recv_fds(stream, 1, 2, socket.MSG_CMSG_CLOEXEC)
@@ -197,6 +197,8 @@ def _be_agent(stream: socket.socket, early: AgentTask | None, stdin: int | None)
             stream.sendall(json.dumps([error.problem, error.remedy]).encode())
             raise
         stream.sendall(b"[]")
+        # While the others bind theirs, and the first master starts.
+        spawners.start(task, [endpoint.socket for endpoint in endpoints.values()], stdin)
         if not lines.readline():
             return False
     tcp = socket.socket(fileno=handles[1]) if len(handles) > 1 else None

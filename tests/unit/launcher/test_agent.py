@@ -149,8 +149,9 @@ def test_an_agent_without_a_task_starts_the_spawner_that_it_most_likely_needs(
     (key,) = orders.spawners
     want = orders.spawner_request(key, early.descriptors, handles_of(early.sockets.values()))
     assert early.take(key, replace(want, modules=("json",))) is None
+    early.start(task, early.sockets.values())
     taken = early.take(key, want)
-    assert taken is not None
+    assert taken is not None, "it is as the task wants it, so that no other was started"
     stream, popen = taken
     assert popen.poll() is None
     popen.kill()
@@ -159,5 +160,16 @@ def test_an_agent_without_a_task_starts_the_spawner_that_it_most_likely_needs(
     other = EarlySpawners(task)
     other.close()
     assert other.take(key, want) is None
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    other.start(task, other.sockets.values())
+    orders = Orders(JobDir(tmp_path), task, for_workers(os.environ))
+    (key,) = orders.spawners
+    assert ("OMP_NUM_THREADS", "3") in key
+    found = other.take(
+        key, orders.spawner_request(key, other.descriptors, handles_of(other.sockets.values()))
+    )
+    assert found is not None, "the environment of the job is known"
+    found[0].close()
+    found[1].wait(WAIT_TIMEOUT)
     for each in (*early.sockets.values(), *other.sockets.values()):
         each.close()

@@ -231,6 +231,25 @@ def test_an_agent_tells_why_it_cannot_bind_its_endpoints(tmp_path: Path) -> None
 
 
 @pytest.mark.starts_processes
+def test_an_agent_with_a_task_has_its_spawner_before_it_begins(tmp_path: Path) -> None:
+    """Whatever was known before: it is the way of a job on this host, and of a node that comes into a running job."""
+    run(
+        AGENT.format(folder=str(tmp_path))
+        + textwrap.dedent("""
+        adopt_orphans()
+        os.environ["UNIRUN_WARM"] = "0"
+        assign()
+        agent.wait_until_bound(time.monotonic() + 120)
+        until(lambda: children(agent.pid))
+        (spawner,) = children(agent.pid)
+        until(lambda: b"boot.py" in Path(f"/proc/{spawner}/cmdline").read_bytes())
+        agent.end()
+        os.waitpid(spawner, 0)
+        """)
+    )
+
+
+@pytest.mark.starts_processes
 def test_an_agent_that_waits_for_a_task_ends_with_the_process_that_has_started_it(tmp_path: Path) -> None:
     run(
         AGENT.format(folder=str(tmp_path))
