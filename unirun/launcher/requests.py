@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -47,17 +48,23 @@ def await_requests(environ: Mapping[str, str]) -> None:
 
 
 def _take(folder: Path, _signum: int, frame: FrameType | None) -> None:
-    for path in sorted(folder.glob(f"{REQUEST}*")):
-        try:
-            text = path.read_text()
-            path.unlink()
-        except FileNotFoundError:
-            # Taken by the handler of a signal that came during a request before.
-            continue
-        except OSError as error:
-            report(f"unirun: no request can be taken from {path}: {error.strerror}")
-            continue
-        _answer(folder, text, frame)
+    with ExitStack() as rest:
+        # An error that a request raises is for the user's code, and those behind it are answered before.
+        for path in sorted(folder.glob(f"{REQUEST}*"), reverse=True):
+            rest.callback(_take_one, folder, path, frame)
+
+
+def _take_one(folder: Path, path: Path, frame: FrameType | None) -> None:
+    try:
+        text = path.read_text()
+        path.unlink()
+    except FileNotFoundError:
+        # Taken by the handler of a signal that came during a request before.
+        return
+    except OSError as error:
+        report(f"unirun: no request can be taken from {path}: {error.strerror}")
+        return
+    _answer(folder, text, frame)
 
 
 def _answer(folder: Path, text: str, frame: FrameType | None) -> None:

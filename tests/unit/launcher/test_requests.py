@@ -56,3 +56,24 @@ def test_a_request_that_comes_during_another_one_is_taken_at_once_and_once(
     send_request(os.getpid(), str(folder), "debug=5")
     eventually(lambda: len(taken) == 2)
     assert taken == ["debug=5", "exit=3"]
+
+
+def test_requests_behind_one_that_raises_are_taken_before_the_users_code_gets_the_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+
+    def answer(folder: Path, text: str, frame: object) -> None:
+        taken.append(text)
+        if text == "oom":
+            raise MemoryError("injected")
+
+    monkeypatch.setattr(requests, "_answer", answer)
+    for number, text in enumerate(("oom", "debug=5", "profile=1")):
+        (folder / f"request.{number:020}").write_text(text)
+    handler = signal.getsignal(REQUEST_SIGNAL)
+    assert callable(handler)
+    with pytest.raises(MemoryError, match="injected"):
+        handler(REQUEST_SIGNAL, None)
+    assert taken == ["oom", "debug=5", "profile=1"]
+    assert list(folder.iterdir()) == []
