@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -401,14 +402,15 @@ def _within(low: int, high: int, places: Sequence[Span]) -> bool:
     return at >= 0 and high <= places[at][1]
 
 
+_WRITABLE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) .w", re.MULTILINE)
+"""A line of proc_pid_maps(5), with its addresses."""
+
+
 def _mapped() -> Iterator[Span]:
-    """The mappings that may be written, in ascending order; see proc_pid_maps(5)."""
+    """The mappings that may be written, in ascending order."""
     with open("/proc/self/maps", "rb") as file:
-        for line in file:
-            addresses, mode, _ = line.split(b" ", 2)
-            if mode[1:2] == b"w":
-                low, _, high = addresses.partition(b"-")
-                yield int(low, 16), int(high, 16)
+        for low, high in _WRITABLE.findall(file.read()):
+            yield int(low, 16), int(high, 16)
 
 
 def _joined(spans: Iterable[Span]) -> Iterator[Span]:
