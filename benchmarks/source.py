@@ -189,8 +189,16 @@ def _imported(tree: ast.Module) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and _called(node).endswith("import_module"):
             yield from (str(each.value) for each in node.args[:1] if isinstance(each, ast.Constant))
+
+
+def _called(node: ast.Call) -> str:
+    """The last part of what is called: ``f`` for ``a.b().f()``."""
+    match node.func:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name
+    return ""
 
 
 def _known(name: str, known: Mapping[str, object]) -> str:

@@ -114,14 +114,17 @@ class Import:
 
 
 @functools.cache
+def sources() -> tuple[source.Module, ...]:
+    """The modules of the package, as `python -m benchmarks house` counts them: read and parsed once by the process that
+    runs these tests, not by each that collects them."""
+    return tuple(source.modules(PACKAGE))
+
+
+@functools.cache
 def modules() -> tuple[Module, ...]:
-    """All of the package, parsed once by the process that runs these tests, not by each that collects them."""
-    found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found.append(Module(name, path, ast.parse(path.read_text(), str(path))))
-    return tuple(found)
+    """The same modules with their files."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    return tuple(Module(each.name, path, each.tree) for path, each in zip(files, sources(), strict=True))
 
 
 @functools.cache
@@ -268,7 +271,7 @@ def test_the_cores_do_no_input_and_no_output() -> None:
 
 def test_no_modules_of_a_room_import_each_other_in_a_circle() -> None:
     """Imports in functions and for the type checker count too: a circle is one module that was cut by length."""
-    none(" → ".join(circle) for circle in source.circles(source.modules(PACKAGE)))
+    none(" → ".join(circle) for circle in source.circles(sources()))
 
 
 def test_the_launcher_has_floors_of_its_own() -> None:
@@ -302,12 +305,6 @@ def test_public_names_are_explained() -> None:
         for where, node in _public(module.tree, module.name)
         if not ast.get_docstring(node)
     )
-
-
-@functools.cache
-def sources() -> tuple[source.Module, ...]:
-    """The modules of the package, as `python -m benchmarks house` counts them."""
-    return tuple(source.modules(PACKAGE))
 
 
 def test_a_class_name_means_one_thing() -> None:
