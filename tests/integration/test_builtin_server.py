@@ -20,6 +20,7 @@ PUBLISHER = """
     channel, folder = unirun.WeightsChannel("policy"), sys.argv[1]
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(f"{folder}/model"))
     version = 1
+    open(f"{folder}/ready", "w").close()
     while not os.path.exists(f"{folder}/end"):
         if os.path.exists(f"{folder}/publish-{version}"):
             channel.publish(model, version)
@@ -38,19 +39,21 @@ ASKER = """
         async with EngineClient("engine") as client:
             completer = EngineCompleter(client)
             async def ask(number):
-                return await completer.complete([1, 2, number], max_tokens=4000)
+                return await completer.complete([1, 2, number], max_tokens=1500)
+            while not (folder / "ready").exists():
+                await asyncio.sleep(0.01)
             asked = [asyncio.create_task(ask(number)) for number in range(8)]
             await asyncio.sleep(0.2)
             (folder / "publish-1").touch()
             found = await asyncio.gather(*asked)
             for each in found:
-                assert len(each.token_ids) == len(each.logprobs) == len(each.versions) == 4000
+                assert len(each.token_ids) == len(each.logprobs) == len(each.versions) == 1500
                 assert list(each.versions) == sorted(each.versions)
             print("versions", sorted({version for each in found for version in each.versions}), flush=True)
             (folder / "asked").touch()
             chunked = EngineCompleter(client, new_tokens_per_chunk=200)
-            found = await asyncio.gather(*(chunked.complete([number], max_tokens=2000) for number in range(16)))
-            assert all(len(each.token_ids) == len(each.versions) == 2000 for each in found)
+            found = await asyncio.gather(*(chunked.complete([number], max_tokens=1000) for number in range(16)))
+            assert all(len(each.token_ids) == len(each.versions) == 1000 for each in found)
             print("all answered by version", {each.versions[-1] for each in found}, flush=True)
             (folder / "end").touch()
 
