@@ -26,6 +26,7 @@ from unirun.weights.messages import (
     Described,
     Fetch,
     Fetched,
+    Origin,
     Peek,
     Release,
     Released,
@@ -77,10 +78,10 @@ class Holder:
         self._held: HeldVersion | None = None
         self._number = 0
         # What publishers have sent for all receivers of this host, and who waits for it.
-        self._got: list[tuple[int, Sent]] = []
+        self._got: list[tuple[Origin, int, Sent]] = []
         self._waiting: list[tuple[Fetch, Reply, float]] = []
 
-    def got(self, sent: Sequence[tuple[int, Sent]]) -> None:
+    def got(self, sent: Sequence[tuple[Origin, int, Sent]]) -> None:
         """Publishers have sent this, of these versions. Others on this host may have it now."""
         with self._lock:
             self._got = list(sent)
@@ -94,8 +95,8 @@ class Holder:
 
     def _parts(self, request: Fetch) -> Parcel | None:
         """The answer to a receiver on this host. None: the parts are not here yet."""
-        for version, sent in self._got:
-            if version >= request.at_least:
+        for origin, version, sent in self._got:
+            if origin == request.origin and version >= request.at_least:
                 try:
                     views = [sent.view(part.name, part.box) for part in request.parts or ()]
                 except (KeyError, ValueError):

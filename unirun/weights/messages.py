@@ -11,11 +11,15 @@ from typing import Final
 import msgspec
 
 from unirun.errors import FrameError
-from unirun.values import Value
+from unirun.values import Value, WorkerId
 from unirun.weights.tensors import Layout, NamedBox
 
 WEIGHTS: Final = "weights"
 """The name of the handler of weights and queues, and of its address among those of a worker."""
+
+
+Origin = tuple[WorkerId, int]
+"""A publisher, and the number of its layout: another one after each withdrawal."""
 
 
 class Describe(Value, tag=True):
@@ -47,7 +51,8 @@ class Fetch(Value, tag=True):
     place of buffers; `checked`: with checksums. With `device`, memory of the publisher's device is lent or sent, if the
     version is there.
 
-    A receiver that is asked for layout 0 sends parts that it has got for its host, as soon as it has them.
+    A receiver that is asked for layout 0 sends parts that it has got for its host from this `origin`, as soon as it has
+    them: not those of a version that was withdrawn, whatever its number.
     """
 
     channel: str
@@ -61,6 +66,7 @@ class Fetch(Value, tag=True):
     link: str = ""
     checked: bool = True
     device: bool = False
+    origin: Origin | None = None
 
 
 class Peek(Value, tag=True):

@@ -322,7 +322,11 @@ class Receiver:
                         for who, places in said.elsewhere.items()
                     ]
             self._holder.got(
-                [(got.fetched.version, got.copy) for got in found if isinstance(got.copy, Sent) and got.lasts]
+                [
+                    ((got.origin.who, got.fetched.layout), got.fetched.version, got.copy)
+                    for got in found
+                    if isinstance(got.copy, Sent) and got.lasts
+                ]
             )
             if len(found) == len(asked) and (rest := self._from_others(later, target)) is not None:
                 return found + rest
@@ -375,12 +379,17 @@ class Receiver:
         give it soon. None: it has other tensors now."""
         soon = min(target.deadline, self._now() + NEIGHBOR_ANSWER_TIMEOUT)
         asked: list[tuple[RemoteSource, Future[Parcel]] | None] = []
-        for _, fetched, reader, takes in later:
+        for origin, fetched, reader, takes in later:
             other = self._other(reader)
             asked.append(None)
             with suppress(PeerLost):
                 if other is not None:
-                    asked[-1] = other, other.fetch_parts(fetched.version, takes, self._left(soon))
+                    asked[-1] = (
+                        other,
+                        other.fetch_parts(
+                            fetched.version, takes, self._left(soon), origin=(origin.who, fetched.layout)
+                        ),
+                    )
         found = []
         for (origin, fetched, _, takes), waiting in zip(later, asked, strict=True):
             given = None

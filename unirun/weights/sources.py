@@ -17,7 +17,7 @@ from unirun.errors import FrameError, GroupError, PeerLost
 from unirun.roles.transport.protocol import Connection, LendingTransport, Parcel, writable
 from unirun.values import WorkerId
 from unirun.weights.devices import DeviceError, DeviceInterface
-from unirun.weights.messages import WEIGHTS, Fetch, Fetched, Peek, Release, Request, encode
+from unirun.weights.messages import WEIGHTS, Fetch, Fetched, Origin, Peek, Release, Request, encode
 from unirun.weights.pairing import PairGroup
 from unirun.weights.publishing import TOKEN, Packing
 from unirun.weights.tensors import Box, Layout, NamedBox, Part, Piece, dtype_of, part_of
@@ -228,10 +228,18 @@ class RemoteSource:
         return f"{backend} {self._number}"
 
     def fetch_parts(
-        self, version: int, takes: Sequence[NamedBox], patience: float, layout: int = 0
+        self,
+        version: int,
+        takes: Sequence[NamedBox],
+        patience: float,
+        layout: int = 0,
+        origin: Origin | None = None,
     ) -> Future[Parcel]:
-        """Ask for parts that this process has itself, of `version` or a later one."""
-        return self.ask(Fetch(self._channel, self._reader, layout, version, patience, (), tuple(takes)))
+        """Ask for parts that this process has itself, of `version` or a later one; a receiver for those from this
+        `origin`."""
+        return self.ask(
+            Fetch(self._channel, self._reader, layout, version, patience, parts=tuple(takes), origin=origin)
+        )
 
     def peek(self, patience: float | None) -> Future[Parcel]:
         """Ask for the number of the latest version."""

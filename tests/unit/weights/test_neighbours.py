@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.unit.weights.harness import ReceiverHarness, WeightsHarness, weights_harness
+from tests.waiting import WAIT_TIMEOUT
 from unirun.weights import receiving
 
 pytestmark = pytest.mark.starts_processes
@@ -108,6 +110,35 @@ def test_one_with_a_newer_version_makes_all_of_it_newer(harness: WeightsHarness)
     assert first.receive({name: torch.zeros(1000) for name in names[:4]}) == 1
     publisher.publish(weights(2.0), 2)
     assert all_receive([first, second], 1) == [(2, {2.0})] * 2
+
+
+def test_a_neighbour_does_not_give_what_was_withdrawn(
+    harness: WeightsHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has asked for the version of the same number that was published then, and has not got it yet."""
+    monkeypatch.setattr(receiving, "NEIGHBOR_ANSWER_TIMEOUT", 0.1)
+    publisher, endpoint = harness.publisher(tcp=True)
+    first, second = harness.neighbours(2, endpoint)
+    publisher.publish(weights(1.0), 5)
+    assert all_receive([first], 5) == [(5, {1.0})]
+    publisher.withdraw()
+    publisher.publish(weights(2.0), 5)
+    # The layout is learned anew, as after other tensors were wanted, or from a publisher that was started again.
+    first.sources[0].describe(None)
+    asked, others_have_it, got = threading.Event(), threading.Event(), first.holder.got
+
+    def late(sent: Any) -> None:
+        asked.set()
+        others_have_it.wait(WAIT_TIMEOUT)
+        got(sent)
+
+    monkeypatch.setattr(first.holder, "got", late)
+    receiving_again = threading.Thread(target=all_receive, args=([first], 5))
+    receiving_again.start()
+    assert asked.wait(WAIT_TIMEOUT)
+    assert all_receive([second], 5) == [(5, {2.0})]
+    others_have_it.set()
+    receiving_again.join()
 
 
 def test_other_tensors_are_published_while_a_neighbour_is_asked(
