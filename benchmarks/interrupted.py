@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -53,6 +54,12 @@ START_TIMEOUT = 120.0
 GROWN = 0.5
 """Seconds for which requests run before new weights come."""
 
+ROUNDS = 3
+"""Updates that are measured on the same servers."""
+
+ARRIVAL = 0.02
+"""Seconds in which a request comes to a server that stands still."""
+
 
 @contextmanager
 def servers(folder: Path) -> Iterator[list[tuple[str, int]]]:
@@ -88,10 +95,11 @@ def _await(url: str) -> None:
 
 
 def update_seconds(urls: Sequence[str]) -> float:
-    """Seconds from the pause until all servers generate with a new version, less those of one prefill of what is open.
+    """Seconds from the pause until all servers generate with a new version, less those of one prefill of what is open:
+    the median of some rounds.
 
-    A prefill is the difference of two pauses without new weights: with keys and values that are computed anew, and with
-    those that are there.
+    A prefill is the difference of pauses without new weights: with keys and values that are computed anew, and with
+    those that are there. Sequences grow meanwhile, so there is one such pause before the update and one after it.
     """
     blocks = Blocks()
     weights = _weights()
@@ -102,18 +110,8 @@ def update_seconds(urls: Sequence[str]) -> float:
         view.copy_(weights[name])
     clients = [Client(url) for url in urls]
 
-    def paused(act: Callable[[Client], object], *, clear_cache: bool) -> float:
-        def one(client: Client) -> None:
-            with client.paused("keep", clear_cache=clear_cache):
-                act(client)
-            # It is answered after the next step.
-            _generate(client.url, [1], 1)
-
-        began = time.perf_counter()
-        with ThreadPoolExecutor(len(clients)) as pool:
-            for each in [pool.submit(one, client) for client in clients]:
-                each.result()
-        return time.perf_counter() - began
+    def load(client: Client) -> None:
+        client.load(block.path, block.token, "1")
 
     try:
         for client in clients:
@@ -123,18 +121,44 @@ def update_seconds(urls: Sequence[str]) -> float:
                 asking.submit(_generate, urls[n % len(urls)], [1, 2, 3, 4 + n], LONG) for n in range(OPEN)
             ]
             time.sleep(GROWN)
-            kept = paused(lambda client: None, clear_cache=False)
-            cleared = paused(lambda client: None, clear_cache=True)
-            updated = paused(lambda client: client.load(block.path, block.token, "1"), clear_cache=True)
+            found = []
+            for _ in range(ROUNDS):
+                kept = _paused(clients, None, clear_cache=False)
+                before = _paused(clients, None, clear_cache=True)
+                updated = _paused(clients, load, clear_cache=True)
+                after = _paused(clients, None, clear_cache=True)
+                found.append(updated - max((before + after) / 2 - kept, 0.0))
             if any(each.done() for each in asked):
                 raise BenchmarkError("requests had ended before the update")
             for client in clients:
                 # It ends all requests.
                 with client.paused("abort"):
                     pass
-        return updated - max(cleared - kept, 0.0)
+        return statistics.median(found)
     finally:
         blocks.close()
+
+
+def _paused(clients: Sequence[Client], act: Callable[[Client], object] | None, *, clear_cache: bool) -> float:
+    """Seconds from the pause until all servers have answered a request that came in the pause.
+
+    It is answered after the first step that follows the pause. The time in which it comes does not count.
+    """
+    began = time.perf_counter()
+
+    def one(client: Client) -> float:
+        with client.paused("keep", clear_cache=clear_cache):
+            paused = time.perf_counter()
+            probe = asking.submit(_generate, client.url, [1], 1)
+            time.sleep(ARRIVAL)
+            waited = time.perf_counter() - paused
+            if act is not None:
+                act(client)
+        probe.result()
+        return time.perf_counter() - began - waited
+
+    with ThreadPoolExecutor(len(clients)) as asking, ThreadPoolExecutor(len(clients)) as pool:
+        return max(pool.map(one, clients))
 
 
 def _weights() -> dict[str, torch.Tensor]:
