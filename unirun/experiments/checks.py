@@ -158,14 +158,17 @@ def _method_faults(where: str, call: MFCDef, method: Any) -> Faults:
 
 
 def _minibatch_faults(config: ExperimentDescription, call: MFCDef) -> Faults:
-    """More parts of a step than a data-parallel rank has groups: a part without any would step the optimizer."""
+    """More parts of a step than the rank with the most groups has: a part without any would step the optimizer. Other
+    ranks may have fewer, as ranks get equally many tokens: a part has groups of some ranks then."""
     parts, shard = call.interface_impl.args.get("minibatches"), config.models().get(call.model_name)
     if not call.trains or not isinstance(parts, int) or shard is None:
         return
     ranks = shard.id.topo.get_dim("data")
-    if parts > call.n_seqs // ranks:
+    most = -(-call.n_seqs // ranks)
+    if parts > most:
         problem = (
-            f"minibatches is {parts}, and each of {ranks} data-parallel ranks has {call.n_seqs // ranks} ids"
+            f"minibatches is {parts}, and {call.n_seqs} ids may leave none of {ranks} data-parallel ranks with more "
+            f"than {most}"
         )
         yield Fault(f"model_rpcs.{call.name}", problem, "make it smaller, or n_seqs larger")
 

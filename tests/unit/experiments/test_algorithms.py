@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from unirun.experiments.algorithms import (
     TOKENS,
@@ -18,7 +20,8 @@ from unirun.experiments.algorithms import (
 from unirun.experiments.graph import MicroBatchSpec
 from unirun.experiments.models.api import Generated, Model
 from unirun.experiments.models.backends import TrainBackend, causal_lm
-from unirun.experiments.sample import SequenceSample
+from unirun.experiments.orders import dispatch
+from unirun.experiments.sample import SequenceSample, balanced
 
 from .models.test_stage import CONFIG, SPEC, place
 
@@ -161,3 +164,13 @@ def test_a_step_makes_the_better_sequence_of_a_group_likelier() -> None:
 
     gained = [after - now for after, now in zip(sums(logprobs()), sums(before), strict=True)]
     assert gained[1] > gained[0]
+
+
+@given(st.integers(1, 4), st.lists(st.integers(1, 1000), min_size=4, max_size=24), st.booleans())
+def test_no_part_of_a_step_is_empty_in_all_ranks(ranks: int, sizes: list[int], equal: bool) -> None:
+    """There are as many parts as the checks allow. A rank whose groups are long has fewer groups than parts."""
+    parts = -(-len(sizes) // ranks)
+    of_ranks = [
+        balanced([sizes[at] for at in places], parts) for places in dispatch(sizes, ranks, equal=equal)
+    ]
+    assert all(any(each) for each in zip(*of_ranks, strict=True))

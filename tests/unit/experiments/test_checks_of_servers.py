@@ -84,7 +84,7 @@ def test_more_parts_of_a_step_than_groups_and_held_out_data_that_nothing_scores(
         {ACTOR: replace(at(topology(data=2)), eval_dataset=PROMPTS)}, tokenizer="letters"
     )
     assert texts_of(faults_of(config)) == [
-        "model_rpcs.train: minibatches is 5, and each of 2 data-parallel ranks has 4 ids",
+        "model_rpcs.train: minibatches is 5, and 8 ids may leave none of 2 data-parallel ranks with more than 4",
         "model_rpcs.train: actor@0 has an eval_dataset, and nothing scores its answers",
     ]
 
