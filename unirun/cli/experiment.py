@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import socket
 import sys
 import time
 import traceback
@@ -58,7 +59,7 @@ def start(options: Any) -> int:
     mapping = starting.job_mapping(about, config, scheduling, made.preload)
     if options.ignore_worker_error:
         mapping["roles"]["model_worker"]["max_restarts"] = mapping["trainer"]["max_restarts"] = 1_000_000
-    where = _where(options, starting.worker_groups(config, scheduling))
+    where = _where(options, starting.worker_groups(config, scheduling), starting.master_needs(scheduling))
     if options.dry_run:
         sys.stdout.write(starting.show(config))
         return 0
@@ -137,23 +138,26 @@ def _import(modules: Sequence[str], folder: str) -> None:
         raise
 
 
-def _where(options: Any, groups: Mapping[str, Any]) -> list[str]:
+def _where(options: Any, groups: Mapping[str, Any], master: Any) -> list[str]:
     """The options of ``unirun --config`` that say where a trial runs. Raises `UsageError`, `SpecError`."""
+    from unirun.experiments.starting import excluded_hosts, options_of_slurm
+    from unirun.launcher.hostlist import parse_hosts
+
     if options.mode == "slurm":
-        from unirun.experiments.starting import options_of_slurm
         from unirun.launcher.slurm.options import parse_slurm
 
-        needs = options_of_slurm(groups, options.partition or "", options.nodes or 1)
+        needs = options_of_slurm(groups, master, options.partition or "", options.nodes or 1)
         extra, setup = options.slurm_extra or [], options.slurm_setup or []
         parse_slurm([needs], extra=extra, setup=setup)
         more = [f"--slurm-extra={each}" for each in extra] + [f"--slurm-setup={each}" for each in setup]
         return [f"--slurm={needs}", *more]
-    if options.mode == "ssh":
-        from unirun.launcher.hostlist import parse_hosts
-
-        parse_hosts(options.hosts)
-        return [f"--hosts={options.hosts}"]
-    return []
+    needs = {**{kind: group.scheduling for kind, group in groups.items()}, "master_worker": master}
+    if options.mode == "local":
+        excluded_hosts(needs, [socket.gethostname()], "--mode local")
+        return []
+    hosts = [host.name for host in parse_hosts(options.hosts)]
+    excluded = excluded_hosts(needs, hosts, "--hosts")
+    return [f"--hosts={options.hosts}", *([f"--exclude={','.join(excluded)}"] if excluded else [])]
 
 
 def _run(path: Path, where: Sequence[str]) -> int:

@@ -141,11 +141,10 @@ EnvServiceAbstraction = Abstraction
 @dataclass
 class Scheduling:
     """The resources that each worker of one type needs: `cpu` processors, `gpu` devices (0: it runs on the
-    CPU), `mem` MiB of memory.
+    CPU), `mem` MiB of memory. One processor, the default, is no need, as workers may share processors.
 
-    `nodelist`, `exclude`, `time_limit`, `begin` and `deadline` are options of sbatch, in its formats. All but `gpu` and
-    `env_vars` are used with ``--mode slurm`` only; lists, times and image are those of the model workers. Of the
-    master only `env_vars` is used.
+    `nodelist` and `exclude` are lists of hosts, as Slurm writes them. They hold for all workers of a trial.
+    `container_image`, `time_limit`, `begin` and `deadline` are options of sbatch, and refused in other modes.
     """
 
     cpu: int = 1

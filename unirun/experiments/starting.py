@@ -24,6 +24,7 @@ from unirun.errors import JobError, UsageError
 from unirun.experiments.config import ExperimentScheduling, ExpStatus, Resolved, Scheduling, TasksGroup
 from unirun.experiments.experiment import ExperimentConfig, Trial, check_names
 from unirun.experiments.graph import ModelName, ProcessTopology
+from unirun.launcher.hostlist import expand_nodelist
 from unirun.observe.jobdir import job_at, unirun_home
 from unirun.observe.ownership import exposure, make_private
 from unirun.observe.status import ENDED, read_status
@@ -241,7 +242,7 @@ def job_mapping(
 ) -> dict[str, Any]:
     """The job file of a trial, whose workers find `preload` imported. Raises `UsageError` when there are other numbers
     of workers than it schedules."""
-    groups, master = worker_groups(config, scheduling), scheduling.master_worker.scheduling
+    groups, master = worker_groups(config, scheduling), master_needs(scheduling)
     roles = {}
     for kind, group in groups.items():
         if kind == "generation_server":
@@ -258,6 +259,7 @@ def job_mapping(
             "class": "unirun.experiments.master:MasterWorkerProcess",
             "env": dict(master.env_vars),
             "max_restarts": 10,
+            **_needs(master),
         },
         "config": msgspec.to_builtins(trial),
         "preload": [*PRELOAD, *preload],
@@ -329,17 +331,39 @@ def _server_role(config: ExperimentConfig, group: TasksGroup) -> dict[str, Any]:
             args += [f"--{name.replace('_', '-')}", *(() if value is True else (str(value),))]
     role = {"kind": server.backend_type, "model": server.model_path, "count": group.count, "args": args}
     device = {"device": "cuda"} if needs.gpu else {"device": "cpu"}
-    return {**role, **loading, **device, "slots": server.tp_size, "env": dict(needs.env_vars)}
+    places = {**device, "slots": server.tp_size, **_needs(needs)}
+    return {**role, **loading, **places, "env": dict(needs.env_vars)}
 
 
 def _role(group: TasksGroup, workload: str) -> dict[str, Any]:
     needs = group.scheduling
-    role = {"count": group.count, "workload": workload, "max_restarts": 10}
+    role = {"count": group.count, "workload": workload, "max_restarts": 10, **_needs(needs)}
     if not needs.gpu:
-        # On a host with GPUs they see none.
-        return {**role, "device": "cpu", "env": {"CUDA_VISIBLE_DEVICES": "", **needs.env_vars}}
+        # On a host with GPUs they see none. Each slot is a processor, to which the worker is bound.
+        env = {"CUDA_VISIBLE_DEVICES": "", **needs.env_vars}
+        return {**role, "device": "cpu", "slots": max(needs.cpu, 1), "env": env}
     # A type that is named is never replaced by CPU slots.
     return {**role, "device": "cuda", "slots": needs.gpu, "env": dict(needs.env_vars)}
+
+
+def _needs(needs: Scheduling) -> dict[str, Any]:
+    """The processors and the memory of each rank, as keys of a role."""
+    cpus = {"cpus": needs.cpu} if needs.cpu > 1 else {}
+    return {**cpus, "memory": f"{needs.mem}MiB"} if needs.mem else cpus
+
+
+def master_needs(scheduling: ExperimentScheduling) -> Scheduling:
+    """The needs of the master, which is also the manager of generation servers: the larger ones of both."""
+    master, manager = scheduling.master_worker.scheduling, scheduling.gserver_manager
+    if manager is None:
+        return master
+    also = manager.scheduling
+    return dataclasses.replace(
+        master,
+        cpu=max(master.cpu, also.cpu),
+        mem=max(master.mem, also.mem),
+        env_vars={**also.env_vars, **master.env_vars},
+    )
 
 
 @contextlib.contextmanager
@@ -363,10 +387,55 @@ def job_file(root: Path, config: ExperimentConfig, mapping: dict[str, Any], run_
         raise
 
 
-def options_of_slurm(groups: Mapping[str, TasksGroup], partition: str, nodes: int) -> str:
+# The hosts of a trial, and the options of sbatch, in the `Scheduling` of each type of workers.
+
+_OF_SLURM = ("container_image", "time_limit", "begin", "deadline")
+"""Fields that only Slurm has the means for."""
+
+
+def _said(groups: Mapping[str, Scheduling], name: str) -> tuple[str, str]:
+    """The value of the field `name` that all types with a value have, and the first type that has it. Raises
+    `UsageError` when they differ."""
+    given = {kind: value for kind, needs in groups.items() if (value := getattr(needs, name))}
+    kind, value = next(iter(given.items()), ("", ""))
+    for other, differs in given.items():
+        if differs != value:
+            raise UsageError(
+                f"Scheduling.{name} of {kind} is {value!r}, that of {other} is {differs!r}",
+                f"the workers of a trial have the same hosts and times: give one {name}, or the same",
+            )
+    return value, kind
+
+
+def excluded_hosts(groups: Mapping[str, Scheduling], hosts: Sequence[str], place: str) -> list[str]:
+    """The `hosts`, those of `place`, which no worker may use by the lists of `groups`. Raises `UsageError` for a
+    value that only Slurm can honour, and for lists that leave no host."""
+    for name in _OF_SLURM:
+        value, kind = _said(groups, name)
+        if value:
+            raise UsageError(
+                f"Scheduling.{name} of {kind} is {value!r}, which needs --mode slurm", "leave it out here"
+            )
+    listed, kind = _said(groups, "nodelist")
+    wanted = expand_nodelist(listed) if listed else hosts
+    if missing := [name for name in wanted if name not in hosts]:
+        raise UsageError(
+            f"Scheduling.nodelist of {kind} names {', '.join(missing)}, and {place} has {', '.join(hosts)}",
+            "name the same hosts in both, or leave the nodelist out",
+        )
+    lists = [needs.exclude for needs in groups.values() if needs.exclude]
+    unwanted = {name for each in lists for name in expand_nodelist(each)}
+    found = [name for name in hosts if name not in wanted or name in unwanted]
+    if len(found) == len(hosts):
+        raise UsageError(f"Scheduling.exclude leaves no host of {place}", "name more hosts, or exclude fewer")
+    return found
+
+
+def options_of_slurm(groups: Mapping[str, TasksGroup], master: Scheduling, partition: str, nodes: int) -> str:
     """The ``--slurm`` of a trial with these `groups`: what each of so many nodes needs, so that the workers of each
-    group are spread over all nodes, and smaller ones take places that larger ones leave."""
-    cpu = gpu = mem = 0
+    group are spread over all nodes, and smaller ones take places that larger ones leave. Any node may have the
+    `master`."""
+    cpu, gpu, mem = master.cpu, 0, 0
     # Needs of a worker, and the nodes that have a place for one more of these.
     free: list[tuple[Scheduling, int]] = []
     for group in sorted(groups.values(), key=lambda group: _size(group.scheduling), reverse=True):
@@ -378,19 +447,21 @@ def options_of_slurm(groups: Mapping[str, TasksGroup], partition: str, nodes: in
         each = -(-left // nodes)
         free.append((needs, each * nodes - left))
         gpu, mem, cpu = gpu + each * needs.gpu, mem + each * needs.mem, cpu + each * needs.cpu
-    needs = groups["model_worker"].scheduling
-    words: Sequence[tuple[str, str | None]] = [
+    every = {**{kind: group.scheduling for kind, group in groups.items()}, "master_worker": master}
+    unwanted = dict.fromkeys(each.exclude for each in every.values() if each.exclude)
+    words = [
         ("nodes", str(nodes)),
         ("partition", partition),
-        ("cpus_per_task", str(cpu + 1)),
+        ("cpus_per_task", str(cpu)),
         ("gpus_per_node", str(gpu) if gpu else ""),
-        ("mem", f"{mem}M" if mem else ""),
-        ("nodelist", needs.nodelist),
-        ("exclude", needs.exclude),
-        ("container_image", needs.container_image),
-        ("time", needs.time_limit),
-        ("begin", needs.begin),
-        ("deadline", needs.deadline),
+        # Without it, workers have all that there is.
+        ("mem", f"{mem + master.mem}M" if mem else ""),
+        ("nodelist", _said(every, "nodelist")[0]),
+        ("exclude", ",".join(unwanted)),
+        ("container_image", _said(every, "container_image")[0]),
+        ("time", _said(every, "time_limit")[0]),
+        ("begin", _said(every, "begin")[0]),
+        ("deadline", _said(every, "deadline")[0]),
     ]
     return ",".join(f"{name}={value}" for name, value in words if value)
 

@@ -223,6 +223,18 @@ class TestOptions:
         assert run_cli(*START, *options) == 0
         assert jobs.words[1:] == expected
 
+    def test_hosts_that_the_scheduling_excludes_are_not_used(
+        self, jobs: Jobs, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    ) -> None:
+        scheduling = ExperimentScheduling(TasksGroup(2, Scheduling(cpu=2, exclude="h2")))
+        monkeypatch.setattr(Small, "scheduling_setup", lambda _: scheduling)
+        assert run_cli(*START, "--mode", "ssh", "--hosts", "h1:4,h2") == 0
+        assert jobs.words[1:] == ["--hosts=h1:4,h2", "--exclude=h2"]
+        scheduling.model_worker.scheduling.time_limit = "2:00:00"
+        assert run_cli(*START) == 2
+        told = "Scheduling.time_limit of model_worker is '2:00:00', which needs --mode slurm"
+        assert told in capsys.readouterr().err
+
 
 class TestAStart:
     def test_its_first_line_says_which_trial_it_is_and_where(

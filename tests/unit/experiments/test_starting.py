@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 import sys
 from dataclasses import replace
@@ -40,6 +41,7 @@ from unirun.experiments.starting import (
     PRELOAD,
     alone,
     end_of,
+    excluded_hosts,
     job_file,
     job_mapping,
     job_of,
@@ -208,6 +210,74 @@ class TestTheJob:
             UsageError, match=r"scheduling_setup\(\) has 3 model workers, initial_setup\(\) has 2"
         ):
             job_mapping(trial(), config, scheduling)
+
+
+class TestNeeds:
+    def test_processors_and_memory_of_each_type_are_needs_of_its_role(self, config: ExperimentConfig) -> None:
+        config = replace(config, auto_eval=True, evaluator=AutomaticEvaluator(PROMPTS, "actor"))
+        config.generation_server = [GenerationServer(7, "builtin", None, "m", 1)]
+        scheduling = replace(
+            two(gpu=1, cpu=4, mem=1000),
+            master_worker=TasksGroup(1, Scheduling.master_worker_default(cpu=16, mem=20)),
+            gserver_manager=TasksGroup(1, Scheduling(cpu=2, mem=30, env_vars={"A": "1"})),
+            generation_server=TasksGroup(1, Scheduling(gpu=1, cpu=2)),
+            evaluator=Scheduling(cpu=3),
+        )
+        job = job_mapping(trial(), config, scheduling)
+        spec = parse_job({**job, "preload": []}, count_slots=lambda *_: 8, run_id="x")
+        found = {role.name: (role.cpus, role.memory, role.slots) for role in spec.roles}
+        found.pop("generation_server-weights")
+        assert found == {
+            "model_worker": (4, 1000 << 20, 1),
+            "evaluator": (3, None, 3),
+            "generation_server": (2, None, 1),
+            "trainer": (16, 30 << 20, 1),
+        }
+        assert job["trainer"]["env"] == {"A": "1"}
+
+    def test_one_processor_is_no_need_as_workers_may_share_them(self, config: ExperimentConfig) -> None:
+        job = {**job_mapping(trial(), config, two()), "preload": []}
+        spec = parse_job(job, count_slots=lambda *_: 1, run_id="x")
+        assert {role.cpus for role in spec.roles} == {None}
+
+    def test_more_than_a_host_has_is_refused(self, config: ExperimentConfig) -> None:
+        job = {**job_mapping(trial(), config, two(gpu=1, cpu=500)), "preload": []}
+        spec = parse_job(job, count_slots=lambda *_: 2, run_id="x")
+        with pytest.raises(PlacementError, match="model_worker"):
+            place(spec, hosts("devices=2"))
+
+
+class TestHosts:
+    @staticmethod
+    def excluded(**types: Scheduling) -> list[str]:
+        return excluded_hosts(types, ("h1", "h2", "h3"), "--hosts")
+
+    def test_lists_hold_for_all_workers(self) -> None:
+        assert self.excluded(model_worker=Scheduling()) == []
+        assert self.excluded(a=Scheduling(exclude="h[3-7]"), b=Scheduling(exclude="h1")) == ["h1", "h3"]
+        assert self.excluded(a=Scheduling(nodelist="h[1-2]"), b=Scheduling(exclude="h2")) == ["h2", "h3"]
+
+    @pytest.mark.parametrize(
+        ("types", "message"),
+        [
+            (
+                {"a": Scheduling(time_limit="1:00")},
+                "Scheduling.time_limit of a is '1:00', which needs --mode slurm",
+            ),
+            ({"a": Scheduling(container_image="i")}, "Scheduling.container_image of a is 'i', which needs"),
+            ({"a": Scheduling(nodelist="h[1-2],n7")}, "nodelist of a names n7, and --hosts has h1, h2, h3"),
+            ({"a": Scheduling(exclude="h[1-3]")}, "Scheduling.exclude leaves no host of --hosts"),
+            (
+                {"a": Scheduling(nodelist="h1"), "b": Scheduling(), "c": Scheduling(nodelist="h2")},
+                "Scheduling.nodelist of a is 'h1', that of c is 'h2'; the workers of a trial have the same hosts",
+            ),
+        ],
+    )
+    def test_lists_and_options_that_cannot_hold_are_refused_by_name(
+        self, types: dict[str, Scheduling], message: str
+    ) -> None:
+        with pytest.raises(UsageError, match=re.escape(message)):
+            self.excluded(**types)
 
 
 class TestFiles:
@@ -410,7 +480,7 @@ class TestAStartThatMakesNoJob:
 class TestSlurm:
     @staticmethod
     def asked(nodes: int, partition: str = "", **groups: TasksGroup) -> str:
-        return options_of_slurm(groups, partition, nodes)
+        return options_of_slurm(groups, Scheduling.master_worker_default(), partition, nodes)
 
     def test_what_workers_need_is_asked_of_each_node(self) -> None:
         group = TasksGroup(10, Scheduling(cpu=3, gpu=1, mem=1000, time_limit="2:00:00"))
@@ -467,6 +537,11 @@ class TestSlurm:
         assert component.options["nodelist"] == "n[1-3],n7"
         assert component.options["exclude"] == "n2,n9"
         assert component.options["nodes"] == "2"
+
+    def test_the_master_has_its_part_of_a_node(self) -> None:
+        groups = {"model_worker": TasksGroup(2, Scheduling(cpu=4, mem=1000))}
+        found = options_of_slurm(groups, Scheduling(cpu=16, mem=500, exclude="n2"), "", 1)
+        assert found == "nodes=1,cpus_per_task=24,mem=2500M,exclude=n2"
 
 
 def test_how_a_worker_has_ended_is_known_from_the_state_of_the_job(config: ExperimentConfig) -> None:
