@@ -151,12 +151,12 @@ def _where(options: Any, groups: Mapping[str, Any], master: Any) -> list[str]:
         parse_slurm([needs], extra=extra, setup=setup)
         more = [f"--slurm-extra={each}" for each in extra] + [f"--slurm-setup={each}" for each in setup]
         return [f"--slurm={needs}", *more]
-    needs = {**{kind: group.scheduling for kind, group in groups.items()}, "master_worker": master}
+    every = {**{kind: group.scheduling for kind, group in groups.items()}, "master_worker": master}
     if options.mode == "local":
-        excluded_hosts(needs, [socket.gethostname()], "--mode local")
+        excluded_hosts(every, [socket.gethostname()], "--mode local")
         return []
     hosts = [host.name for host in parse_hosts(options.hosts)]
-    excluded = excluded_hosts(needs, hosts, "--hosts")
+    excluded = excluded_hosts(every, hosts, "--hosts")
     return [f"--hosts={options.hosts}", *([f"--exclude={','.join(excluded)}"] if excluded else [])]
 
 

@@ -44,7 +44,9 @@ def report_error(error: BaseException) -> None:
 E = TypeVar("E", bound=BaseException)
 
 _PACKAGE = Path(__file__).parents[1]
-_BETWEEN = tuple(f"{_PACKAGE / room}{os.sep}" for room in ("launcher", "roles", "train", "wire"))
+_BETWEEN = tuple(
+    f"{_PACKAGE / room}{os.sep}" for room in ("experiments", "launcher", "roles", "train", "wire")
+)
 """The folders of code that stands between functions of users, in calls and runs."""
 
 

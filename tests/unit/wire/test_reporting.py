@@ -171,7 +171,7 @@ class TestFrames:
             raise LookupError("no data")
 
         with pytest.raises(LookupError) as caught:
-            through_unirun("experiments")(users)
+            through_unirun("weights")(users)
         assert frames_of(folded(caught.value))[1:] == ["between", "users"]
 
     @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -45,6 +45,32 @@ from unirun.wire.reports import Message, Notice
 # Show a job in the foreground: output of its workers, the live line, notes, and its end.
 
 
+SCREEN = 40
+"""The last lines of output that the user still sees."""
+
+SCREEN_SIZE = 16_384
+"""The most bytes of these lines."""
+
+
+def without_repetition(report: str, above: Sequence[str]) -> str:
+    """The report of a failure, without a traceback that is in the lines `above` it; its last lines stay."""
+    lines = report.splitlines()
+    first = next((n for n, line in enumerate(lines, 1) if line.startswith("root cause: ")), len(lines))
+    traceback = [line.removeprefix("  ") for line in lines[first:-1]]
+    if TRACEBACK not in traceback:
+        return report
+    rest = iter(above)
+    # Lines of other ranks may be between them, and torch writes the rank before each.
+    if not all(any(shown.endswith(line) for shown in rest) for line in traceback if "left out" not in line):
+        return report
+    last = max(n for n, line in enumerate(traceback) if not line or line.startswith("  "))
+    words = [f"  {line}" for line in traceback[last + 1 :]]
+    return "\n".join([*lines[:first], *words, "  its traceback is above", *lines[-1:]])
+
+
+TRACEBACK = "Traceback (most recent call last):"
+
+
 class Display:
     """Shows one job on a console. `roles` has the latest `RoleChanged` of each role."""
 
@@ -59,6 +85,7 @@ class Display:
         self._spawner = "importing torch"
         self._began = time.monotonic()
         self._up = False
+        self._latest = b""
         self.roles: dict[str, RoleChanged] = {}
 
     def begin(self) -> None:
@@ -101,7 +128,8 @@ class Display:
             self._console.note(f"job {self._spec.run_id} stopped ({ended.report}), exit code {ended.code}")
         else:
             if not self._member:
-                self._console.error(ended.report)
+                above = self._latest.decode(errors="replace").splitlines()[-SCREEN:]
+                self._console.error(without_repetition(ended.report, above))
             self._console.error(f"job {self._spec.run_id} {ended.phase}, exit code {ended.code}")
 
     def _follow(self, output: WorkerOutput) -> None:
@@ -124,9 +152,13 @@ class Display:
                     (logs / f"{name}.log").touch(mode=0o600)
                 self._follower.follow(
                     logs / f"{name}.log",
-                    lambda data, stream=stream: self._console.lines(stream, prefix, data),  # type: ignore[misc]
+                    partial(self._output, stream, prefix),
                     parts=not prefix,
                 )
+
+    def _output(self, stream: int, prefix: bytes, data: bytes) -> None:
+        self._latest = (self._latest + data)[-SCREEN_SIZE:]
+        self._console.lines(stream, prefix, data)
 
     def _release(self, worker: WorkerId) -> None:
         """Show the rest of the output of a worker, and no more."""
