@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +267,8 @@ class MasterWorkerProcess(BaseTrainer):
         # If this process dies, its successor goes on from the last checkpoint, and what it finds is of this job.
         self.save_state(b"begun")
         evaluator: Any = getattr(self, "RG_EVALUATOR") if self._saved else None  # noqa: B009 - no type knows it
-        self._saves = SavedModels(self._recovery, self._root / CHECKPOINTS / self._saved, evaluator)
+        folder = self._root / CHECKPOINTS / self._saved
+        self._saves = SavedModels(self._recovery, folder, evaluator, self._track_saved)
 
     def _generation_now(self) -> int:
         return int(self.master_handle.job_info()["roles"][WORKERS]["generation"])
@@ -449,7 +450,14 @@ class MasterWorkerProcess(BaseTrainer):
         line = {"step": step, **figures}
         self._recovery.record(name, line)
         self.master_handle.report(line)
+        self._track(step, figures)
+
+    def _track(self, step: int, figures: Mapping[str, float]) -> None:
         self._trackers.handle([{**figures, "_training_iteration": step, "_timestamp": time.time()}])
+
+    def _track_saved(self, step: int, figures: Mapping[str, float]) -> None:
+        """Show the figures of the model that was saved after `step`, which later ones may have overtaken."""
+        self._track(step, {f"{self._saved}/saved_{name}": value for name, value in figures.items()})
 
     def _write_figures(self, step: int, figures: dict[str, float]) -> None:
         self._write(STEPS, step, figures)

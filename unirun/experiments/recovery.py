@@ -14,7 +14,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -327,10 +327,17 @@ def _step_of(line: Mapping[str, Any]) -> int:
 
 
 class SavedModels:
-    """Has an evaluator, if there is one, evaluate each model that was saved in `folder`, in their order."""
+    """Has an evaluator, if there is one, evaluate each model that was saved in `folder`, in their order. `tell` is
+    called with the step and the figures of each."""
 
-    def __init__(self, recovery: Recovery, folder: Path, evaluator: Any | None) -> None:
-        self._recovery, self._folder, self._evaluator = recovery, folder, evaluator
+    def __init__(
+        self,
+        recovery: Recovery,
+        folder: Path,
+        evaluator: Any | None,
+        tell: Callable[[int, Mapping[str, float]], None],
+    ) -> None:
+        self._recovery, self._folder, self._evaluator, self._tell = recovery, folder, evaluator, tell
         self._asked: tuple[str, Any] | None = None
         self._known = {str(line["save"]) for line in recovery.records(SAVES)}
 
@@ -355,5 +362,6 @@ class SavedModels:
                     f"unirun logs {error.worker} shows its output",
                 ) from error
             self._recovery.record(SAVES, {"save": name, **found})
+            self._tell(int(name.removeprefix(SAVED)), found)
             self._known.add(name)
             self._asked = None

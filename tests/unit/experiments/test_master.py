@@ -269,8 +269,8 @@ class TestTrackers:
             "config": None,
         }
         assert (init["config"]["n_seqs"], init["config"]["host"]) == (8, "a")
-        # The last one is the evaluation.
-        assert [each[1]["training_iteration"] for each in calls if each[0] == "log"] == [1, 2, 2]
+        # Steps, saved models, and the evaluation at the end.
+        assert [each[1]["training_iteration"] for each in calls if each[0] == "log"] == [1, 2, 1, 2, 2]
         scalars = {(each[1], each[-1]["global_step"]) for each in calls if each[0] == "add_scalar"}
         assert {("seconds", 1), ("seconds", 2)} <= scalars
         assert [each for each in calls if each[0] == "finish"] == [("finish", {"exit_code": 0})]

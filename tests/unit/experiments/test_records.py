@@ -114,7 +114,8 @@ class TestSavedModels:
 
     def test_each_save_is_evaluated_once_and_in_order(self, recovery: Recovery, saves: Path) -> None:
         evaluator: Any = Evaluator()
-        models = SavedModels(recovery, saves, evaluator)
+        told: list[tuple[int, Any]] = []
+        models = SavedModels(recovery, saves, evaluator, lambda *each: told.append(each))
         for step in (2, 1):
             (saves / f"step{step:06}").mkdir()
         (saves / ".step000003.partial").mkdir()
@@ -131,12 +132,13 @@ class TestSavedModels:
             {"save": "step000001", "loss": 1.0},
             {"save": "step000002", "loss": 2.0},
         ]
+        assert told == [(1, {"loss": 1.0}), (2, {"loss": 2.0})]
 
     def test_at_the_end_all_are_waited_for(self, recovery: Recovery, saves: Path) -> None:
         evaluator: Any = Evaluator()
         (saves / "step000001").mkdir()
         evaluator.call_async("step000001").set_result({"loss": 1.0})
-        SavedModels(recovery, saves, evaluator).follow(to_end=True)
+        SavedModels(recovery, saves, evaluator, lambda *_: None).follow(to_end=True)
         assert recovery.records(SAVES) == [{"save": "step000001", "loss": 1.0}]
 
     def test_a_master_that_begins_anew_asks_for_the_rest(self, recovery: Recovery, saves: Path) -> None:
@@ -144,10 +146,10 @@ class TestSavedModels:
         recovery.record(SAVES, {"save": "step000001", "loss": 1.0})
         for step in (1, 2):
             (saves / f"step{step:06}").mkdir()
-        SavedModels(recovery, saves, evaluator).follow(to_end=False)
+        SavedModels(recovery, saves, evaluator, lambda *_: None).follow(to_end=False)
         assert [*evaluator.asked] == ["step000002"]
 
     def test_without_an_evaluator_nothing_is_asked(self, recovery: Recovery, saves: Path) -> None:
         (saves / "step000001").mkdir()
-        SavedModels(recovery, saves, None).follow(to_end=True)
+        SavedModels(recovery, saves, None, lambda *_: None).follow(to_end=True)
         assert recovery.records(SAVES) == []
