@@ -129,6 +129,8 @@ def next_run(logdir: str, again: int | None = None) -> tuple[str, str]:
     runs = runs_in(logdir)
     if again in runs:
         url = runs[again]
+        if "://" in logdir and again == 1:
+            report(f"unirun: runs in {logdir} have no lock: start only one program that goes on with them")
         return url, tempfile.mkdtemp(prefix="unirun-run-") if "://" in logdir else url
     number = max(runs, default=0) + 1
     while True:

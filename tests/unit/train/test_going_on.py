@@ -44,12 +44,14 @@ def test_a_run_that_has_a_checkpoint_and_no_end_is_told(tmp_path: Path) -> None:
     assert left_unfinished(logdir) == ""
 
 
-def test_runs_behind_a_url_are_found_too() -> None:
+def test_runs_behind_a_url_are_found_too(capsys: pytest.CaptureFixture[str]) -> None:
     run, local = next_run("memory://going-on")
     with_checkpoint(run)
     assert left_unfinished("memory://going-on") == run
     again, other = next_run("memory://going-on", 1)
     assert (again, other == local) == (run, False)
+    told = "unirun: runs in memory://going-on have no lock: start only one program that goes on with them\n"
+    assert capsys.readouterr().err == told
     mark_finished(run)
     assert left_unfinished("memory://going-on") == ""
 
