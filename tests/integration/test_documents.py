@@ -23,10 +23,11 @@ LOOKS = ("unirun status", "unirun logs", "unirun graph", "unirun ls")
 MARKS = {
     # It starts its own warm process.
     "docs/warm.md": pytest.mark.cold,
-    # Their commands train for half a minute or more. Examples and trials of `make test` try the same.
+    # Their commands train for half a minute or more, or import transformers. Trials of `make test` try the same.
     "docs/train.md": pytest.mark.chaos,
     "docs/from-ray-train.md": pytest.mark.chaos,
     "docs/experiments.md": pytest.mark.chaos,
+    "docs/from-realhf.md": pytest.mark.chaos,
 }
 
 CONSOLES = [

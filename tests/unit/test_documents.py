@@ -258,9 +258,12 @@ def parsed(args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
                 main(args)
 
 
-def test_each_pattern_of_ray_is_a_short_program() -> None:
-    programs = [block for block in blocks("docs/from-ray.md") if block.language in FILES]
-    assert len(programs) >= 10
+@pytest.mark.parametrize(
+    ("page", "least"), [("docs/from-ray.md", 10), ("docs/from-dlrover.md", 1), ("docs/from-realhf.md", 1)]
+)
+def test_each_pattern_of_another_system_is_a_short_program(page: str, least: int) -> None:
+    programs = [block for block in blocks(page) if block.language in FILES]
+    assert len(programs) >= least
     for program in programs:
         lines = [line for line in program.text.splitlines() if line.strip()]
         assert len(lines) <= 25, f"{program}: {len(lines)} lines that are not blank"
