@@ -1,17 +1,27 @@
-"""A model worker that publishes beside what its main thread computes."""
+"""A model worker of an asynchronous trial: data of two steps, room for trajectories, and weights that are published."""
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.effort import examples
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import UnirunError
 from unirun.experiments.async_worker import AsyncModelWorkerProcess
-from unirun.experiments.model_worker import ModelWorkerProcess
+from unirun.experiments.buffer import BUFFER_RANK, Buffer
+from unirun.experiments.model_worker import DataStore, ModelWorkerProcess
+from unirun.experiments.sample import SequenceSample
 
 
 class Channel:
@@ -53,3 +63,118 @@ def test_models_are_made_anew_when_nothing_of_the_attempt_before_is_being_publis
         worker.publish(1, 6)
     worker.publish(2, 5)
     assert channel.version == 5
+
+
+class Receivers:
+    """A channel, as its receivers know it: a version is of one state of the weights."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.states: dict[int, object] = {}
+
+    def publish(self, weights: object, version: int) -> None:
+        assert self.states.setdefault(version, weights) is weights
+        assert self.version is None or version > self.version
+        self.version = version
+
+
+class Room:
+    """The queue of trajectories, which lets rollout workers begin others."""
+
+    def __init__(self) -> None:
+        self.kept, self.version = 0, 0
+
+    def keep(self, count: int) -> None:
+        self.kept += count
+
+    def advance(self, version: int) -> None:
+        self.version = version
+
+
+class Histories:
+    """A worker, and the reference: the trajectories of the steps in flight, the room, and the last version."""
+
+    def __init__(self, folder: Path, data: st.DataObject) -> None:
+        self.data = data
+        self.channel, self.room, self.buffer = Receivers(), Room(), Buffer(folder)
+        worker: Any = object.__new__(AsyncModelWorkerProcess)
+        worker._publishing, worker._published = threading.Lock(), object
+        worker._channel, worker._queue, worker._buffer = self.channel, self.room, self.buffer
+        worker._master_handle = SimpleNamespace(context=SimpleNamespace(rank=BUFFER_RANK))
+        nobody: Any = None
+        self.worker, self.store = worker, DataStore(BUFFER_RANK, nobody)
+        worker._store = self.store
+        self.attempt = self.worker._attempt = 1
+        self.step = self.come = self.kept = 0
+        self.waiting: list[str] = []
+        self.flight: dict[int, list[str]] = {}
+
+    def play(self) -> None:
+        moves = (self.arrive, self.read, self.read, self.read, self.end, self.end, self.drop, self.restore)
+        for _ in range(self.data.draw(st.integers(10, 30), "moves")):
+            self.data.draw(st.sampled_from(moves), "move")()
+            for step, ids in self.flight.items():
+                found = self.store.data(step, "x", ids)
+                assert found.tolist() == [float(each) for each in ids]
+            assert self.room.kept == self.kept
+
+    def arrive(self) -> None:
+        new = [str(self.come + at) for at in range(5)]
+        self.come += len(new)
+        self.buffer.add(
+            [(SequenceSample.of({"x": [[torch.tensor(float(each))]]}, [each]), 0) for each in new]
+        )
+        self.waiting += new
+
+    def read(self) -> None:
+        """The data of the next step, or of the one after it, is read."""
+        step = self.step + len(self.flight)
+        if len(self.flight) == 2 or not self.waiting:
+            return
+        self.flight[step], self.waiting = self.waiting[:2], self.waiting[2:]
+        rank, meta = self.worker.take(self.attempt, step, self.step, self.flight[step])
+        assert (rank, meta.ids) == (BUFFER_RANK, tuple(self.flight[step]))
+        with pytest.raises(ValueError, match=f"data of step {self.step - 1}"):
+            self.store.data(self.step - 1, "x", ["0"])
+
+    def end(self) -> None:
+        """The oldest step ends, and a checkpoint follows."""
+        if ids := self.flight.pop(self.step, None):
+            self.step += 1
+            self.worker.publish(self.attempt, self.step)
+            assert (self.channel.version, self.room.version) == (max(self.channel.states), self.step)
+            self.worker.release(self.attempt, ids, dropped=False)
+            assert not any(each in [*self.buffer._found] for each in ids)
+
+    def drop(self) -> None:
+        """The oldest trajectory is too old. It may have been dropped before."""
+        if self.waiting:
+            old = self.waiting.pop(0)
+            for _ in range(self.data.draw(st.integers(1, 2), "times")):
+                self.worker.release(self.attempt, [old], dropped=True)
+            self.kept -= 1
+
+    def restore(self) -> None:
+        """Another attempt begins after the step before the last one, or after the last one."""
+        self.attempt += 1
+        self.step -= self.data.draw(st.integers(0, min(self.step, 1)), "back")
+        self.flight.clear()
+        self.worker.restore(self.attempt, self.step, None)
+        with pytest.raises(UnirunError, match="this call is of attempt"):
+            self.worker.publish(self.attempt - 1, self.step)
+        self.worker.publish(self.attempt, self.step)
+        assert self.room.version == self.step
+
+
+@examples(100)
+@given(st.data())
+def test_data_room_and_versions_are_those_of_the_steps_in_any_history(data: st.DataObject) -> None:
+    def restore(self: Any, attempt: int, step: int | None, spec: object) -> dict[str, int]:
+        self._attempt = attempt
+        self._store.drop()
+        return {}
+
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
+        patch.setattr(ModelWorkerProcess, "restore", restore)
+        patch.setattr(os, "fsync", lambda handle: None)
+        Histories(Path(folder), data).play()

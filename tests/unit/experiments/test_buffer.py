@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from pathlib import Path
 from queue import SimpleQueue
@@ -13,10 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.waiting import WAIT_TIMEOUT
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import CheckpointDamaged, UsageError
 from unirun.experiments import buffer
-from unirun.experiments.buffer import Buffer, Intake, Taken, TakenFile, TakeOrder, staleness
+from unirun.experiments.buffer import Buffer, Intake, Taken, TakenFile, TakeOrder, staleness, version_of
 from unirun.experiments.sample import SequenceSample
 from unirun.weights.queue import Item
 
@@ -224,8 +225,10 @@ def test_the_thread_ends_when_it_is_closed(tmp_path: Path) -> None:
     queue: Any = source
     intake = Intake(made, queue, lambda each: True)
     intake.start()
+    eventually(lambda: intake.accepted == 1, "it takes trajectories")
     intake.close()
     intake.raise_error()
+    assert len(made) == 1
     assert "trajectories" not in [thread.name for thread in threading.enumerate()]
 
 
@@ -248,6 +251,44 @@ def test_a_line_that_was_cut_is_of_a_step_that_had_not_begun(tmp_path: Path) -> 
     file.cut(1)
     file.write(Taken(2, ("c",)))
     assert TakenFile(tmp_path).read() == [Taken(1, ("b",)), Taken(2, ("c",))]
+
+
+@given(st.lists(st.integers(-1, 5), max_size=6), st.none() | st.integers(0, 9))
+def test_the_version_of_a_trajectory_is_that_of_its_oldest_token_if_no_other_was_put(
+    versions: list[int], put: int | None
+) -> None:
+    """Tokens of the prompt have no version."""
+    item = Item("1", SequenceSample.of({"versions": [[torch.tensor(versions)]]}, ["a"]), put)
+    made = [each for each in versions if each >= 0]
+    if put is not None or made:
+        assert version_of(item) == (min(made) if put is None else put)
+    else:
+        with pytest.raises(UsageError, match="without a version"):
+            version_of(item)
+
+
+def test_what_was_written_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine may die at any time: what a file has then is what it had at its last fsync."""
+    on_disk: dict[int, bytes] = {}
+
+    def sync(handle: int) -> None:
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            on_disk[os.fstat(handle).st_ino] = Path(f"/proc/self/fd/{handle}").read_bytes()
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(buffer, "SEGMENT_BYTES", 1)
+    there, file = Buffer(tmp_path), TakenFile(tmp_path)
+    for change in (
+        lambda: there.add([(sample(name), 0) for name in "abc"]),
+        lambda: file.write(Taken(0, ("a",))),
+        lambda: file.write(Taken(1, ("b",))),
+        lambda: file.cut(1),
+        lambda: there.release(["c"]),
+        lambda: there.add([(sample("d"), 0)]),
+    ):
+        change()
+        for path in tmp_path.iterdir():
+            assert on_disk.get(path.stat().st_ino) == path.read_bytes(), path.name
 
 
 def test_a_trajectory_is_there_as_soon_as_it_has_come_for_one_that_waits(tmp_path: Path) -> None:
