@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.unit.rollout.fake_completer import FakeCompleter
+from tests.effort import examples
+from tests.unit.rollout.fake_completer import FakeCompleter, made
 from unirun.errors import UsageError
-from unirun.rollout.chatting import calls_in_tags
+from unirun.rollout.chatting import Chats, calls_in_tags
 from unirun.rollout.episodes import Trajectory, trajectories
 from unirun.rollout.pool import Recorder
 
@@ -25,13 +28,14 @@ TEMPLATE = (
 )
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 4,"b": 9}}</tool_call>'
+WORDS = ("yes", "no", "13")
 
 
 def tokenizer(template: str | None = TEMPLATE) -> Any:
-    """A token for each character, and one for `CALL` as well as for its characters."""
+    """A token for each character, and one for `CALL` and each of the `WORDS` as well as for their characters."""
     special = ["<|im_start|>", "<|im_end|>"]
     letters = [chr(number) for number in range(32, 127)]
-    names = {each: number for number, each in enumerate([*special, "\n", *letters, CALL])}
+    names = {each: number for number, each in enumerate([*special, "\n", *letters, CALL, *WORDS])}
     inner = Tokenizer(models.WordLevel(names, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     make: Any = PreTrainedTokenizerFast
@@ -127,6 +131,80 @@ def test_a_chat_that_was_rewritten_begins_another_trajectory_and_branches_share_
     first, second = trajectories(client.turns, 1.0)
     assert text_of(own, first, trained=True) == "a<|im_end|>b<|im_end|>"
     assert text_of(own, second, trained=True) == "c<|im_end|>"
+
+
+class Episode:
+    """Chats that go on from each other, under one set of tools or another. The reference has the tokens of each."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self.data, self.own = data, tokenizer()
+        self.chats = Chats(self.own)
+        self.known: list[tuple[list[dict[str, Any]], bool, tuple[int, ...]]] = []
+        self.ids: list[str] = []
+
+    def ask(self) -> None:
+        """A request, which goes on from any chat before, or from a part of it."""
+        before = self.data.draw(st.sampled_from([[], *(known for known, _, _ in self.known)]), "before")
+        kept = self.data.draw(st.integers(0, len(before)) if before else st.just(0), "kept")
+        messages = [*before[:kept], {"role": "user", "content": self.data.draw(st.sampled_from("ab"))}]
+        offers = self.data.draw(st.booleans(), "tools")
+        prompt = self.chats.prompt(messages, TOOLS if offers else [])
+        self.check(messages, offers, prompt)
+        said = self.data.draw(st.sampled_from((*WORDS, CALL)), "says")
+        ended = self.data.draw(st.booleans(), "ends")
+        tokens = [self.own.convert_tokens_to_ids(said), *([self.own.eos_token_id] if ended else [])]
+        reply = self.chats.answered(messages, TOOLS if offers else [], prompt, made(*tokens), calls_in_tags)
+        assert (reply.text, len(reply.tool_calls)) == (("", 1) if said == CALL else (said, 0))
+        self.ids += [call["id"] for call in reply.tool_calls]
+        assert len({*self.ids}) == len(self.ids)
+        self.known.append(([*messages, reply.message], offers, (*prompt, *tokens)))
+
+    def check(self, messages: list[dict[str, Any]], offers: bool, prompt: tuple[int, ...]) -> None:
+        """It has all tokens of the longest chat that it goes on from, and what the template makes of the rest."""
+        same = [
+            (len(known), tokens)
+            for known, offered, tokens in self.known
+            if offered is offers and without_ids(messages[: len(known)]) == without_ids(known)
+        ]
+        whole = self.text(messages, offers)
+        if not same:
+            assert prompt == tuple(self.own.encode(whole, add_special_tokens=False))
+            return
+        longest = max(length for length, _ in same)
+        (*_, tokens) = [
+            tokens for length, tokens in same if length == longest and prompt[: len(tokens)] == tokens
+        ]
+        rest = "<|im_end|>" * (tokens[-1] != self.own.eos_token_id) + "\n"
+        rest += self.text(messages[longest:], offers=False)
+        assert self.own.decode([*prompt[len(tokens) :]]) == rest
+
+    def text(self, messages: list[dict[str, Any]], offers: bool) -> str:
+        """As the template makes it of messages, up to the next answer."""
+        found = f"<|im_start|>system\n{json.dumps(TOOLS)}<|im_end|>\n" if offers else ""
+        for each in messages:
+            calls = [
+                f"<tool_call>{json.dumps({**call['function'], 'arguments': json.loads(call['function']['arguments'])})}"
+                "</tool_call>"
+                for call in each.get("tool_calls", ())
+            ]
+            found += f"<|im_start|>{each['role']}\n{each['content']}{''.join(calls)}<|im_end|>\n"
+        return f"{found}<|im_start|>assistant\n"
+
+
+def without_ids(messages: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """What makes messages the same."""
+    return [
+        (each["role"], each["content"], [call["function"] for call in each.get("tool_calls", ())])
+        for each in messages
+    ]
+
+
+@examples(100, shrunk=False)
+@given(st.data())
+def test_a_request_keeps_the_tokens_of_the_longest_chat_that_it_goes_on_from(data: st.DataObject) -> None:
+    episode = Episode(data)
+    for _ in range(data.draw(st.integers(2, 8), "requests")):
+        episode.ask()
 
 
 def test_what_is_no_call_stays_text() -> None:
