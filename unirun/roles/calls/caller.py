@@ -42,6 +42,7 @@ from unirun.roles.calls.sending import named_arguments, unsendable
 from unirun.roles.peers import Peer, Peers
 from unirun.roles.transport.protocol import Connection, Parcel, Scheduler, Transport, own
 from unirun.values import WorkerId
+from unirun.wire.messages import RoleView
 from unirun.wire.reports import Calls
 
 # `ReliableConnection`: to one worker; it is opened again when it breaks, and the open calls are sent again.
@@ -395,16 +396,22 @@ class Caller:
         grows = grows and all(each.phase in _SETTLED for each in self._peers.views())
         busy = grows and self._calls(role)
         if self._boundary is not None and grows and not busy:
+            # It has ranks of this generation until it forms the next one, which may take longer than is waited.
+            self._take_over(role, view, ranks)
             self._boundary(role)
             self._peers.wait_for(partial(self._grown, role, view.generation), GROWTH_TIMEOUT)
             view = self._peers.view(role) or view
         if view.phase == "reforming" and view.generation == self._formed[role]:
             # The ranks may be those of the generation that it is about to form.
             return True
+        self._take_over(role, view, ranks)
+        return busy
+
+    def _take_over(self, role: str, view: RoleView, ranks: list[int]) -> None:
+        """The ranks are those of the generation in this view."""
         self._formed[role] = view.generation
         if len(ranks) != (size := self._peers.size(role)):
             ranks[:] = range(size)
-        return busy
 
     def _grown(self, role: str, generation: int) -> bool:
         """Return True if a role that was at a boundary has begun to form the generation after this one, or does not

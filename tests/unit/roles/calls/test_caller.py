@@ -9,7 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from tests.effort import examples
 from tests.sim.calls.threads import FakeScheduler
 from tests.sim.fake_clock import FakeClock
 from tests.waiting import WAIT_TIMEOUT
@@ -597,6 +601,156 @@ class TestARoleThatGrows:
         group.step()
         assert [len(transport.open[rank]) for rank in range(3)] == [1, 1, 1]
         caller.close()
+
+
+class Growing(Elastic):
+    """A directory of a role that grows again and again. It goes on when it is told to, also while it is looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = RoleView("actor", 2, 0, "", "running", ())
+        self.at_boundary = False
+        self.patience = 4
+        self.soon = 0
+        """How often it goes on after its size was read."""
+
+    def go_on(self) -> None:
+        """The next view: it wants to grow, begins that at a boundary, forms a generation of one more rank, and runs."""
+        now = self.now
+        if now.phase == "reforming" and now.generation < now.world_size - 2:
+            self.becomes(now.world_size, now.generation + 1, "reforming")
+        elif now.phase == "reforming":
+            self.becomes(now.world_size, now.generation, "running")
+        elif not now.grows:
+            self.becomes(now.world_size, now.generation, "running", grows=True)
+        elif self.at_boundary:
+            self.at_boundary = False
+            self.becomes(now.world_size + 1, now.generation, "reforming")
+
+    def wait_for(self, condition: Callable[[], bool], timeout: float) -> bool:
+        """It goes on meanwhile, but not always far enough."""
+        for _ in range(self.patience):
+            if not condition():
+                self.go_on()
+        return condition()
+
+    def size(self, role: str) -> int:
+        """As it is now; it may be another a moment later."""
+        found = super().size(role)
+        while self.soon:
+            self.soon -= 1
+            self.go_on()
+        return found
+
+
+class CallsOfGrowingRoles(RuleBasedStateMachine):
+    """A trainer calls a role that grows. A generation has two ranks more than its number, which is the reference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory, self.transport = Growing(), FakeTransport()
+        self.transport.open = {rank: [] for rank in range(64)}
+        self.refs: list[InvocationRef[Any]] = []
+        me = WorkerId("trainer", 0, 0)
+        self.caller = Caller(me, self.directory, self.transport, call_timeout=60.0, boundary=self.boundary)
+        self.group = role_group(self.caller, "actor", 2, {"step": Invocation(blocking=False)})
+
+    def teardown(self) -> None:
+        """The role can grow when nothing is open, and is called with all of its ranks then."""
+        self.answer()
+        while self.directory.now.phase == "reforming":
+            self.directory.go_on()
+        self.step(0, False, 0, 4)
+        self.answer()
+        assert len(self.group) == self.directory.now.generation + 2
+        assert not self.caller._calls("actor")
+        self.caller.close()
+
+    def boundary(self, role: str) -> None:
+        assert not any(self.transport.open.values()), "a call is open"
+        self.directory.at_boundary = True
+        self.directory.go_on()
+
+    @rule(times=st.sampled_from((1, 2, 3)))
+    def go_on(self, times: int) -> None:
+        for _ in range(times):
+            self.directory.go_on()
+
+    @rule(
+        meanwhile=st.sampled_from((0, 0, 1, 3)),
+        calls=st.booleans(),
+        soon=st.sampled_from((0, 0, 1, 2)),
+        patience=st.sampled_from((0, 0, 1, 4)),
+    )
+    def step(self, meanwhile: int, calls: bool, soon: int, patience: int) -> None:
+        """A call, while whose arguments are pickled, or while ranks are counted, the role goes on. As another thread
+        calls it, too, this one may learn of it before it is sent."""
+
+        def happens() -> None:
+            for _ in range(meanwhile):
+                self.directory.go_on()
+            if calls:
+                self.caller._follow_sizes()
+
+        self.directory.soon, self.directory.patience = soon, patience
+        idle = not any(self.transport.open.values())
+        wanted = idle and self.directory.now.grows
+        before = {rank: len(each) for rank, each in self.transport.open.items()}
+        ref = self.group.step(Meanwhile(happens))
+        self.directory.soon = 0
+        sent = [rank for rank, each in self.transport.open.items() if len(each) > before[rank]]
+        if ref.done():
+            with pytest.raises(WorkerLost, match="has formed generation"):
+                ref.result(0)
+            assert not sent
+        else:
+            assert sent == [*range(ref.generation + 2)]
+            self.refs.append(ref)
+        if wanted and not meanwhile and not soon:
+            assert self.directory.now.phase == "reforming"
+
+    @precondition(lambda self: self.refs)
+    @rule()
+    def answer(self) -> None:
+        """All answer."""
+        for rank, done in [(rank, done) for rank, each in self.transport.open.items() for done in each]:
+            self.transport.open[rank].remove(done)
+            done(RESULT)
+        for ref in self.refs:
+            assert ref.result(WAIT_TIMEOUT) == [42] * len(ref.ranks)
+        self.refs.clear()
+
+
+TestCallsOfGrowingRoles = CallsOfGrowingRoles.TestCase
+TestCallsOfGrowingRoles.settings = settings(examples(100, shrunk=False), stateful_step_count=25)
+
+
+def test_a_call_of_another_thread_is_not_sent_while_its_role_begins_to_grow() -> None:
+    directory, transport = Growing(), FakeTransport()
+    transport.open[2] = []
+    directory.go_on()
+    looks, sent = threading.Event(), list[bool]()
+
+    def boundary(role: str) -> None:
+        looks.set()
+        threading.Event().wait(0.1)
+        sent.append(any(transport.open.values()))
+        directory.at_boundary = True
+
+    caller = Caller(WorkerId("trainer", 0, 0), directory, transport, call_timeout=60.0, boundary=boundary)
+    group = role_group(caller, "actor", 2, {"step": Invocation(blocking=False)})
+    other = threading.Thread(target=group.step)
+
+    def another_thread() -> None:
+        directory.changed()
+        other.start()
+        assert looks.wait(WAIT_TIMEOUT)
+
+    group.step(Meanwhile(another_thread))
+    other.join(WAIT_TIMEOUT)
+    assert sent == [False]
+    assert [len(transport.open[rank]) for rank in range(3)] == [2, 2, 2]
+    caller.close()
 
 
 class Meanwhile:
