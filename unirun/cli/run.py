@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,12 @@ def run_on_hosts(line: CommandLine, options: Mapping[str, Any]) -> int:
     if step is not None and step.index > 0:
         with outliving_the_script(spec.run_id, os.environ):
             # srun shows the output of all nodes together, so that the head's notes are enough.
-            return run_member(step_invite(options, spec, step), timeout=spec.join_timeout, quiet=True)
+            return run_member(
+                step_invite(options, spec, step),
+                timeout=spec.join_timeout,
+                quiet=True,
+                complete=partial(with_head, step, spec),
+            )
     if step is not None:
         invite = step_invite(options, spec, step)
         token = Token(bytes.fromhex(invite.token))
@@ -170,10 +176,11 @@ def run_on_hosts(line: CommandLine, options: Mapping[str, Any]) -> int:
             publish=publish,
         )
     invite = invite_of(options, spec, count[1])
+    complete = partial(with_token, options, spec)
     if not invite.leads:
-        return run_member(invite, timeout=spec.join_timeout, quiet=quiet)
+        return run_member(invite, timeout=spec.join_timeout, quiet=quiet, complete=complete)
     code = run_head(
-        *(invite, count, make_plan),
+        *(complete(invite), count, make_plan),
         timeout=spec.join_timeout,
         store=store,
         quiet=quiet,
@@ -236,8 +243,8 @@ def _checked(hosts: tuple[Host, ...], interface: str | None) -> tuple[Host, ...]
 
 
 def invite_of(options: Mapping[str, Any], spec: JobSpec, most: int) -> Invite:
-    """The part of this command in a job of `most` nodes that have one each, by torchrun's options. Raises `UsageError`,
-    `RendezvousError`."""
+    """The part of this command in a job of `most` nodes that have one each, by torchrun's options, without the token.
+    Raises `UsageError`, `RendezvousError`."""
     host, port = _endpoint(options)
     backend = options.get("rdzv_backend", "static")
     if backend not in ("static", "c10d"):
@@ -245,9 +252,8 @@ def invite_of(options: Mapping[str, Any], spec: JobSpec, most: int) -> Invite:
     rank = _node_rank(options, most)
     name = node_name(options.get("node_name"))
     leads = rank == 0 if rank >= 0 else is_here(host)
-    secret = shared_secret(options.get("token_file"), make=leads, timeout=spec.join_timeout)
     return Invite(
-        token_of_job(secret, options.get("rdzv_id") or f"{host}:{port}").hex(),
+        "",
         name,
         rank,
         spec,
@@ -257,6 +263,15 @@ def invite_of(options: Mapping[str, Any], spec: JobSpec, most: int) -> Invite:
         insecure=bool(options.get("insecure")),
         detach=bool(options.get("detach")),
     )
+
+
+def with_token(options: Mapping[str, Any], spec: JobSpec, invite: Invite) -> Invite:
+    """The `invite` with the token of the job, for whose secret a node that is not the head may have to wait. Raises
+    `JobError`."""
+    assert invite.head is not None
+    secret = shared_secret(options.get("token_file"), make=invite.leads, timeout=spec.join_timeout)
+    name = options.get("rdzv_id") or f"{invite.head.addr}:{invite.head.port}"
+    return replace(invite, token=token_of_job(secret, name).hex())
 
 
 def last_call(options: Mapping[str, Any]) -> float:
@@ -276,19 +291,25 @@ def node_name(given: str | None) -> str:
 
 
 def step_invite(options: Mapping[str, Any], spec: JobSpec, step: SlurmAllocation) -> Invite:
-    """The part of this command in the job of a job step. Raises `RendezvousError`."""
+    """The part of this command in the job of a job step; if it does not lead, without what only the head knows. Raises
+    `RendezvousError`."""
     leads = step.index == 0
-    host, port, token = (address_here(step), 0, new_token()) if leads else find(step, spec.join_timeout)
     return Invite(
-        token.hex(),
+        new_token().hex() if leads else "",
         step.node,
         step.index,
         spec,
-        TcpAddress(host, port, ""),
+        TcpAddress(address_here(step), 0, "") if leads else None,
         leads,
         interface=options.get("interface", ""),
         insecure=bool(options.get("insecure")),
     )
+
+
+def with_head(step: SlurmAllocation, spec: JobSpec, invite: Invite) -> Invite:
+    """The `invite` with the head's address and the token, which the head publishes. Raises `RendezvousError`."""
+    host, port, token = find(step, spec.join_timeout)
+    return replace(invite, token=token.hex(), head=TcpAddress(host, port, ""))
 
 
 def _endpoint(options: Mapping[str, Any]) -> tuple[str, int]:

@@ -7,7 +7,7 @@ import pytest
 
 from unirun.cli.commandline import parse
 from unirun.cli.compose import job_spec, node_count, several_nodes
-from unirun.cli.run import hosts_of, invite_of, last_call, run_on_hosts
+from unirun.cli.run import hosts_of, invite_of, last_call, run_on_hosts, with_token
 from unirun.collocation import Inventory, Node
 from unirun.errors import JobError, UsageError
 from unirun.spec.job import JobSpec
@@ -32,7 +32,8 @@ def spec_of(*argv: str) -> JobSpec:
 
 def invite(*argv: str) -> Invite:
     options = parse([*argv, "train.py"]).options
-    return invite_of(options, spec_of(*argv), node_count(options)[1])
+    spec = spec_of(*argv)
+    return with_token(options, spec, invite_of(options, spec, node_count(options)[1]))
 
 
 @pytest.mark.parametrize(

@@ -92,10 +92,17 @@ def run_head(
     return leave(running) if invite.detach else stay(running, quiet=quiet)
 
 
-def run_member(invite: Invite, *, timeout: float, quiet: bool) -> int:
-    """Take part in the job of a head elsewhere, which answers within `timeout` seconds; it may have begun. Returns the
-    job's exit code, and 0 at once when it is to detach. Raises `RendezvousError`."""
-    running = take_part(invite, timeout=timeout, owner=None if invite.detach else os.getpid())
+def run_member(
+    invite: Invite,
+    *,
+    timeout: float,
+    quiet: bool,
+    complete: Callable[[Invite], Invite] = lambda invite: invite,
+) -> int:
+    """Take part in the job of a head elsewhere, which answers within `timeout` seconds; it may have begun. `complete`
+    is as for `take_part`. Returns the job's exit code, and 0 at once when it is to detach. Raises `RendezvousError`."""
+    owner = None if invite.detach else os.getpid()
+    running = take_part(invite, timeout=timeout, owner=owner, complete=complete)
     return 0 if invite.detach else stay(running, quiet=quiet)
 
 

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 
@@ -58,16 +58,24 @@ HEAD_INTERVAL = 0.2
 
 
 def take_part(
-    invite: Invite, command: BlockingStream | None = None, *, timeout: float = 0.0, owner: int | None = None
+    invite: Invite,
+    command: BlockingStream | None = None,
+    *,
+    timeout: float = 0.0,
+    owner: int | None = None,
+    complete: Callable[[Invite], Invite] = lambda invite: invite,
 ) -> RunningJob:
     """Take part in a job: make the offer, to the head within `timeout` seconds, or over the stream to the `command`;
     take the task, and be ready. Returns when the launcher says that the job starts, and the agent has begun; it ends
     with the process `owner`, without one with its job.
 
+    `complete` adds to the invitation what this node may have to wait for, while its agent imports.
+
     Raises `RendezvousError` when this node is dismissed or its endpoints cannot be bound, `JobError`, `WireError`.
     """
     with ExitStack() as stack:
         agent = stack.enter_context(early_agent(invite))
+        invite = complete(invite)
         stream = command
         if invite.head is not None:
             credentials = stack.enter_context(credentials_of(invite))
@@ -108,9 +116,11 @@ def early_agent(invite: Invite) -> AgentProcess:
         ) from error
     early = None
     if invite.spec is not None:
-        # The name of a head elsewhere may have no address yet.
-        elsewhere = None if invite.leads else invite.head
-        addr = own_address(invite) if elsewhere is None else elsewhere.addr
+        # A guess, too: the head may not be known yet, and its name may have no address.
+        addr = "" if invite.head is None else invite.head.addr
+        if invite.leads or invite.head is None:
+            with suppress(RendezvousError):
+                addr = own_address(invite)
         early = AgentTask(invite.spec, invite.node, (), os.getcwd(), addr)
     return AgentProcess(home / f".agent.{secrets.token_hex(8)}.log", early)
 

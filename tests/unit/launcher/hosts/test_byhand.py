@@ -39,7 +39,7 @@ SPEC = JobSpec(
 )
 
 COMMAND = f"""
-import json, os, socket, sys
+import json, os, socket, sys, time
 from contextlib import contextmanager
 from unirun.errors import RendezvousError, UnirunError
 from unirun.launcher.hosts.byhand import run_head, run_member
@@ -58,6 +58,12 @@ def withdrawn(address):
 def never(inventory):
     raise AssertionError
 
+def when_it_imports(invite):
+    end, (agent,) = time.monotonic() + timeout, children()
+    while not children(agent) and time.monotonic() < end:
+        time.sleep(0.01)
+    raise RendezvousError(str(len(children(agent))) + " spawner and no head")
+
 try:
     CALL
 except UnirunError as error:
@@ -67,6 +73,7 @@ assert children() == [], "its agent is left"
 
 LEAD = "run_head(invite, (2, 2), never, timeout=timeout, store=None, quiet=True, publish=withdrawn)"
 JOIN = "run_member(invite, timeout=timeout, quiet=True)"
+WAIT = "run_member(invite, timeout=timeout, quiet=True, complete=when_it_imports)"
 TAKE_PART = "take_part(invite, BlockingStream(socket.socket(fileno={})))"
 
 
@@ -107,6 +114,14 @@ def test_nodes_that_have_come_are_told_why_the_head_gives_up() -> None:
         assert "cannot be removed" in said(leading)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
+
+
+@pytest.mark.starts_processes
+def test_a_node_imports_while_it_waits_for_what_the_head_makes_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNIRUN_WARM", "0")
+    role = RoleSpec("actor", 1, Entry("script", "a.py"))
+    with command(Invite("", "n1", spec=replace(SPEC, roles=(role,))), WAIT) as waiting:
+        assert said(waiting) == "1 spawner and no head\n"
 
 
 @pytest.mark.starts_processes
