@@ -27,6 +27,7 @@ from benchmarks.job import (
     program,
     start_time,
 )
+from benchmarks.job import started as started_here
 from benchmarks.suites.control import ask, large
 from benchmarks.tls import large_call, small_call
 from tests.testbed.host import Host
@@ -35,6 +36,9 @@ from tests.testbed.machine import Unavailable
 
 RANKS = 12
 ONE_HOST = Bar("start of 12 ranks on 3 hosts over ssh, without ssh's connect, ÷ on one host", "ratio", 1.3)
+JOBS_AT_ONCE = Bar(
+    "the same ÷ 3 jobs of 4 ranks at once on this machine, which import torch as often", "ratio", 1.3
+)
 TORCHRUN = Bar("the same ÷ torchrun on the 3 hosts", "ratio", 0.35)
 POWER_OFF = Bar("SIGKILL of all on a host → its ranks past an all_reduce on the spare", "s", 2.5)
 HUNG = Bar("a host hangs → noticed", "s", 5.0)
@@ -66,11 +70,12 @@ def figures(runs: int) -> list[Figure]:
         with Hosts(1):
             pass
     except Unavailable as error:
-        bars = (ONE_HOST, TORCHRUN, POWER_OFF, HUNG)
+        bars = (ONE_HOST, JOBS_AT_ONCE, TORCHRUN, POWER_OFF, HUNG)
         missing = [Figure(bar, None, runs, bar.unit, missing=str(error)) for bar in bars]
         return [*missing, *anywhere]
     return [
         compared(ONE_HOST, "s", runs, over_ssh, "one host", partial(start_time, COLD, RANKS)),
+        compared(JOBS_AT_ONCE, "s", runs, over_ssh, "3 jobs", at_once),
         compared(TORCHRUN, "s", runs, over_ssh, "torchrun", by_torchrun),
         measured(POWER_OFF, runs, after_power_off),
         measured(HUNG, runs, until_noticed),
@@ -134,6 +139,18 @@ def over_ssh() -> float:
             if process.wait(DEADLINE) != 0:
                 raise BenchmarkError("the job over ssh did not succeed")
         return ready - began - connect
+
+
+def at_once() -> float:
+    """Seconds from the first of three commands on this machine until all ranks of their jobs are past an all_reduce. As
+    three hosts do, they import torch three times on the processors that there are."""
+    began = time.time()
+    with contextlib.ExitStack() as stack:
+        jobs = [stack.enter_context(started_here(COLD, RANKS // 3, "once")) for _ in range(3)]
+        ready = max(point.time for job in jobs for point in job.points())
+        for job in jobs:
+            job.succeed()
+    return ready - began
 
 
 def ssh_time(hosts: Hosts) -> float:

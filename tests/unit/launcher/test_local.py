@@ -232,7 +232,7 @@ def test_an_agent_tells_why_it_cannot_bind_its_endpoints(tmp_path: Path) -> None
 
 @pytest.mark.starts_processes
 def test_an_agent_with_a_task_has_its_spawner_before_it_begins(tmp_path: Path) -> None:
-    """Whatever was known before: it is the way of a job on this host, and of a node that comes into a running job."""
+    """A job on this host begins so, and a node that comes into a running job: nothing was known before."""
     run(
         AGENT.format(folder=str(tmp_path))
         + textwrap.dedent("""
