@@ -184,7 +184,7 @@ class Formation:
 
         Its address is another one when the node of rank 0 was lost.
         """
-        self._peers.generation = self._wanted()
+        self._peers.enter(self._wanted())
         # The prefix is the one that new ranks get from ``env://``.
         self._meet("default_pg")
 
@@ -215,8 +215,9 @@ class Formation:
         info = self._peers.known(self._peers.role)
         address, port = split_endpoint(info.endpoint)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
-        # The role may have grown.
+        # The role may have more or fewer ranks.
         os.environ["WORLD_SIZE"] = os.environ["ROLE_WORLD_SIZE"] = str(info.world_size)
+        os.environ["RANK"] = os.environ["ROLE_RANK"] = str(self._peers.rank)
         # torch names a group after the number of groups so far, failed ones included. A rank that has failed once would
         # wait for the others under another name.
         c10d._world.group_count = 0
@@ -244,7 +245,8 @@ class Formation:
 
     def _begin(self, store: Any) -> Callable[[], bool]:
         """Called before a group is formed in `store`. Returns a function that tells whether its generation is over."""
-        generation = self._peers.generation = max(self._peers.generation, self._generation_of(store))
+        generation = max(self._peers.generation, self._generation_of(store))
+        self._peers.enter(generation)
         if generation != self._told:
             # Before anything is written to the store.
             self._told = generation
@@ -465,11 +467,10 @@ class GroupForge:
         return tuple(self._peers.known(rank_set.role) for rank_set in rank_sets)
 
     def _rank(self, rank_sets: RankSets, infos: Infos) -> int:
-        number = group_rank(rank_sets, infos, self._peers.role, self._peers.rank)
+        rank = self._peers.latest_rank
+        number = group_rank(rank_sets, infos, self._peers.role, rank)
         if number is None:
-            raise GroupError(
-                f"{self._peers.role}:{self._peers.rank} is no member of group {_words(rank_sets)}"
-            )
+            raise GroupError(f"{self._peers.role}:{rank} is no member of group {_words(rank_sets)}")
         return number
 
     def _meet(self, rank_sets: RankSets, backend: str, deadline: float) -> tuple[tuple[RoleInfo, ...], Store]:
@@ -536,8 +537,8 @@ def missing_for_good(views: Sequence[RoleView], missing: Callable[[str, int], bo
             return f"role {role.name} has {role.phase}"
         if role.phase not in _SETTLED:
             continue
-        ended = [worker for worker in role.workers if worker.phase == "ended"]
-        absent = [worker.rank for worker in ended if missing(role.name, worker.rank)]
+        ended = [rank for rank, worker in enumerate(role.workers) if worker.phase == "ended"]
+        absent = [rank for rank in ended if missing(role.name, rank)]
         if absent and len(ended) == role.world_size:
             return f"role {role.name} has ended with exit code 0"
         if absent:
