@@ -246,12 +246,26 @@ class Formation:
     def _begin(self, store: Any) -> Callable[[], bool]:
         """Called before a group is formed in `store`. Returns a function that tells whether its generation is over."""
         generation = max(self._peers.generation, self._generation_of(store))
+        if generation > self._peers.generation:
+            self._be_one_of(generation)
         self._peers.enter(generation)
         if generation != self._told:
             # Before anything is written to the store.
             self._told = generation
             self._peers.tell(GroupMeets(generation))
         return lambda: self._wanted() > generation
+
+    def _be_one_of(self, generation: int) -> None:
+        """Raise `GroupError` if a later generation than the one that this worker was told of has other ranks: its rank
+        and their number are in the environment, and whoever forms the group has read them."""
+        self._peers.wait_for(lambda: self._wanted() >= generation, LOSS_VIEW_TIMEOUT)
+        size = self._peers.known(self._peers.role).world_size
+        told = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+        if told != (str(self._peers.latest_rank), str(size)):
+            raise GroupError(
+                f"generation {generation} of role {self._peers.role} has {size} ranks, and other numbers for them",
+                "its ranks meet again",
+            )
 
     def _generation_of(self, store: Any) -> int:
         """The generation of a store; 0 for a store that is not the role's.
