@@ -13,6 +13,8 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from unirun.train.setup import PRELOAD
+
 from .harness import Unirun
 
 pytestmark = pytest.mark.long
@@ -28,12 +30,14 @@ def result_of(unirun: Unirun) -> Any:
 class TestPPO:
     CLASSES = "actor=2@unified:Actor,rollout=2@unified:Rollout,critic=1@unified:Critic"
 
+    @pytest.mark.usefixtures("warm_functions")
     def test_ppo_example_learns_to_balance_the_pole_despite_deaths(
         self, unirun: Unirun, tmp_path: Path
     ) -> None:
         out = tmp_path / "reward.png"
         short = ("config.solved=150", "config.bar=150", f"config.out={out}", "config.seeds=[0]")
-        running = unirun.start("--config", "job.yaml", *short, cwd=EXAMPLES / "ppo_cartpole")
+        job = ("--config", "job.yaml", "--preload", ",".join(PRELOAD))
+        running = unirun.start(*job, *short, cwd=EXAMPLES / "ppo_cartpole")
         for victim, update in (("actor:1", 1), ("critic:0", 4), ("rollout:1", 7)):
             running.lines(rf"update +(?:{'|'.join(map(str, range(update, 100)))}) ")
             os.kill(unirun.pid_of(victim), signal.SIGKILL)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.documents import ROOT
 from tests.waiting import WAIT_TIMEOUT, eventually
+from unirun.train.setup import PRELOAD
 
 from .harness import START_TIMEOUT, Running, Script, Unirun
 
@@ -164,13 +165,13 @@ class TestResilient:
         assert len({*re.findall(r"begin 2 (\d+)", result.out)}) == 1
 
     @pytest.mark.long
+    @pytest.mark.usefixtures("warm_functions")
     def test_the_example_ends_with_the_loss_of_the_plain_script_though_a_rank_is_killed(
         self, unirun: Unirun
     ) -> None:
-        plain = unirun("--nproc-per-node", 2, EXAMPLES / "ddp_digits" / "train.py")
-        job = unirun.start(
-            *("--nproc-per-node", 2, "--max-restarts", 1), EXAMPLES / "resilient_ddp" / "train.py"
-        )
+        two = ("--preload", ",".join(PRELOAD), "--nproc-per-node", 2)
+        plain = unirun(*two, EXAMPLES / "ddp_digits" / "train.py")
+        job = unirun.start(*two, "--max-restarts", 1, EXAMPLES / "resilient_ddp" / "train.py")
         job.lines("epoch 2 ")
         os.kill(unirun.workers()["default:1"]["pid"], signal.SIGKILL)
         result = job.end(START_TIMEOUT)
