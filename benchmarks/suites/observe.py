@@ -1,5 +1,5 @@
-"""Looking into a running job: stacks, the first frame of ``unirun top``, the status; and what a page of the dashboard,
-metrics and a trace cost a job."""
+"""Looking into a running job: stacks, the first frame of ``unirun top``, the status; and what a page of the dashboard
+and a trace cost a job."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOP = Bar("unirun top: first frame", "s", 0.3)
 STATUS = Bar("unirun status, of a job with 4 ranks", "s", 0.2)
 SPAN = Bar("a span that is off", "µs", 2.0)
 
-TRACED = Bar("processor time per call: metrics and a trace on ÷ trace off", "ratio", 1.1)
+TRACED = Bar("processor time per call that reports a metric: trace on ÷ off", "ratio", 1.1)
 WATCHED = Bar("processor time per call: dashboard open ÷ not", "ratio", 1.05)
 SEEN = Bar("a rank is killed until the page is told", "s", 0.5)
 PAGE_MEMORY = Bar("memory of the dashboard, 100 ranks, a page open", "MB", 120.0)

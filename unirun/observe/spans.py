@@ -1,21 +1,24 @@
 """The spans of a worker: what it did from when to when, for ``unirun trace``. One JSON object a line.
 
-They are written if the variable `TRACE` is set, each with one write, so those of a worker that is killed are there.
-Times are nanoseconds since the epoch, by the clock of the worker's host.
+They are written if the variable `TRACE` is set. A worker that is killed has written all but those of its last
+`WRITE_INTERVAL` seconds. Times are nanoseconds since the epoch, by the clock of the worker's host.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from msgspec import convert
-from msgspec.json import encode
+from msgspec.json import Encoder
 
 from unirun.values import Value
 
@@ -28,6 +31,9 @@ TRACED_COLLECTIVES = "collectives"
 
 SPANS = "spans.jsonl"
 """The file, in the directory of a worker's logs."""
+
+WRITE_INTERVAL = 0.2
+"""Seconds between two writes."""
 
 SpanKind = Literal["call", "run", "life", "collective"]
 """A call as its caller sees it, as its worker runs it; a collective; and any other span of a worker."""
@@ -47,7 +53,10 @@ class TraceSpan(Value):
 
 
 class Spans:
-    """Writes the spans of this process, if its job is traced. Any thread may do so."""
+    """Writes the spans of this process, if its job is traced. Any thread may do so.
+
+    A span is kept in memory, which is all that a call waits for. A thread writes those that there are.
+    """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._handle = -1
@@ -58,14 +67,41 @@ class Spans:
             with contextlib.suppress(OSError):
                 self._handle = os.open(Path(path).parent / SPANS, flags, 0o600)
         self.on = self._handle >= 0
+        self._kept: list[Callable[[], TraceSpan]] = []
+        self._writing, self._over = threading.Lock(), threading.Event()
+        self._process = os.getpid()
+        if self.on:
+            threading.Thread(target=self._run, name="unirun-spans", daemon=True).start()
+            atexit.register(self.close)
 
-    def write(self, kind: SpanKind, name: str, began: int, **about: Any) -> None:
-        """Write a span that ends now, or `ended`, if spans are on."""
-        if not self.on:
-            return
-        row = {"kind": kind, "name": name, "began": began, "ended": time.time_ns(), **about}
-        with contextlib.suppress(OSError):
-            os.write(self._handle, encode(row) + b"\n")
+    def write(self, kind: SpanKind, name: str, began: int, ended: int = 0, **about: Any) -> None:
+        """Write a span that ends now, or has `ended`, if spans are on."""
+        if self.on:
+            self.keep(partial(TraceSpan, kind, name, began, ended or time.time_ns(), **about))
+
+    def keep(self, make: Callable[[], TraceSpan]) -> None:
+        """Write the span that `make` returns, which the thread calls. For spans that are on, and many."""
+        self._kept.append(make)
+
+    def close(self) -> None:
+        """Write what is kept; the thread ends. In a fork, which has no thread, the spans are those of its parent."""
+        if os.getpid() == self._process:
+            self._over.set()
+            self._flush()
+
+    def _run(self) -> None:
+        while not self._over.wait(WRITE_INTERVAL):
+            self._flush()
+
+    def _flush(self) -> None:
+        with self._writing:
+            # Other threads append meanwhile.
+            kept = self._kept[:]
+            del self._kept[: len(kept)]
+            lines = memoryview(Encoder().encode_lines([make() for make in kept]))
+            with contextlib.suppress(OSError):
+                while lines:
+                    lines = lines[os.write(self._handle, lines) :]
 
 
 _spans: tuple[int, Spans] | None = None

@@ -58,6 +58,7 @@ def test_a_collective_is_traced_once_when_it_is_over(monkeypatch: pytest.MonkeyP
     entries[1]["state"] = "completed"
     tracer.look()
     tracer.look()
+    own.close()
     assert [*read_spans(tmp_path / SPANS)] == [
         TraceSpan("collective", "all_reduce 4 of default_pg [4, 2] Float", 10, 10),
         TraceSpan("collective", "all_reduce 5 of default_pg [4, 2] Float", 12, 20),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.waiting import eventually
 from unirun.observe.events import LoggedEvent
 from unirun.observe.spans import SPANS, Spans, TraceSpan, read_spans
 from unirun.observe.trace import MASTER, MetricRow, Offset, offsets, trace_events
@@ -99,10 +101,29 @@ class TestSpans:
         writer = Spans({"UNIRUN_TRACE": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")})
         assert writer.on
         writer.write("call", "actor.update", 5, caller="trainer:0", seq=1, workers=("actor:0",))
+        writer.close()
         with (tmp_path / SPANS).open("ab") as file:
             file.write(b'{"kind": "call"')
         (span,) = read_spans(tmp_path / SPANS)
         assert (span.name, span.began, span.workers) == ("actor.update", 5, ("actor:0",))
+        os.close(writer._handle)
+
+    def test_spans_are_in_the_file_soon_and_those_of_many_threads_once(self, tmp_path: Path) -> None:
+        writer = Spans({"UNIRUN_TRACE": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")})
+
+        def write(thread: int) -> None:
+            for number in range(1000):
+                writer.write("run", "update", 5, seq=1000 * thread + number)
+
+        threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        # Nothing is closed: this is what a worker that is killed has written.
+        eventually(lambda: sum(1 for _ in read_spans(tmp_path / SPANS)) == 4000)
+        assert sorted(each.seq for each in read_spans(tmp_path / SPANS)) == list(range(4000))
+        writer.close()
         os.close(writer._handle)
 
     def test_without_the_variable_nothing_is_written_and_it_costs_next_to_nothing(

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from unirun.errors import EncodingError, InvocationTimeout, UsageError, WireError, WorkerLost
+from unirun.observe.spans import TraceSpan
 from unirun.roles.calls.codec import INTERRUPTED, OK, load, load_error, outcome_of
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.transport.protocol import Parcel, Scheduler, Wait
@@ -262,6 +263,21 @@ class Call:
             missing=missing,
             results=results,
         )
+
+
+def span_of(
+    caller: str,
+    to: Method,
+    sent: Sequence[WorkerId | None],
+    seq: int,
+    failed: bool,
+    ended: int,
+    seconds: float,
+) -> TraceSpan:
+    """The span of a call that took so many seconds; `sent` are the workers to which it went."""
+    workers = tuple(f"{each.role}:{each.rank}" for each in sent if each is not None)
+    began = ended - int(seconds * 1e9)
+    return TraceSpan("call", f"{to.role}.{to.name}", began, ended, caller, seq, workers, failed)
 
 
 # `InvocationRef`: a call that was made, and its results as they come.

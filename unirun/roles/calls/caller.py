@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 
 from unirun.errors import CallError, ChannelError, EncodingError, WorkerLost
 from unirun.observe.spans import spans
-from unirun.roles.calls.call import Call, CallBook, InvocationRef, Method
+from unirun.roles.calls.call import Call, CallBook, InvocationRef, Method, span_of
 from unirun.roles.calls.codec import (
     ACK,
     DESCRIBE,
@@ -740,15 +740,14 @@ class Caller:
             self._send_all(call)
 
     def _trace(self, call: Call) -> None:
-        """Write the span of a call that is over."""
-        workers = tuple(f"{each.role}:{each.rank}" for each in call.sent_to if each is not None)
-        began = time.time_ns() - int((self._scheduler.now() - call.began) * 1e9)
-        about = {"caller": self._name, "seq": call.seq, "workers": workers, "failed": call.failed}
-        self._spans.write("call", f"{call.prepared.role}.{call.method}", began, **about)
+        """Write the span of a call that is over, if spans are on."""
+        if self._spans.on:
+            ended, seconds = time.time_ns(), self._scheduler.now() - call.began
+            about = call.prepared, call.sent_to, call.seq, call.failed
+            self._spans.keep(partial(span_of, self._name, *about, ended, seconds))
 
     def _finish(self, call: Call) -> None:
-        if self._spans.on:
-            self._trace(call)
+        self._trace(call)
         self._deadlines[call.prepared.timeout].drop(call)
         self._forget(call)
         call.finish()
@@ -759,8 +758,7 @@ class Caller:
             # Its time begins again: the worker had less of it.
             deadlines.add(call)
             return
-        if self._spans.on:
-            self._trace(call)
+        self._trace(call)
         self._forget(call)
         call.expire()
 

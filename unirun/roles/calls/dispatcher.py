@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from unirun.errors import ChannelError, EncodingError, FrameError, UnirunError, WorkerLost
-from unirun.observe.spans import spans
+from unirun.observe.spans import TraceSpan, spans
 from unirun.roles.calls.codec import (
     ACK,
     DESCRIBE,
@@ -301,16 +301,15 @@ class Dispatcher:
             outcome = self._error(error, disturbed=self._disturbed != before or self._explained(error))
             # The frames of the exception hold the arguments of the call.
             error.__traceback__ = None
-        self._trace(run, began)
+        ended = time.time_ns()
         self._finish(run, outcome)
+        self._trace(run, began, ended)
 
-    def _trace(self, run: _IncomingCall, began: int) -> None:
-        """Write the span of a call that has run, if spans are on."""
+    def _trace(self, run: _IncomingCall, began: int, ended: int) -> None:
+        """Write the span of a call that was answered, if spans are on. Its caller does not wait for that."""
         if self._spans.on:
             request = run.request
-            self._spans.write(
-                "run", request.method, began, caller=str(WorkerId(*request.caller)), seq=request.seq
-            )
+            self._spans.keep(partial(_span, request.method, request.caller, request.seq, began, ended))
 
     def _guarded(self, run: _IncomingCall, call: Callable[[], Any]) -> Any:
         if self._generations is None or run is not self._running:
@@ -356,8 +355,9 @@ class Dispatcher:
         except BaseException as leave:  # noqa: BLE001 - it ends the program, not the task
             self.leave(leave)
             return
-        self._trace(run, began)
+        ended = time.time_ns()
         self._finish(run, outcome)
+        self._trace(run, began, ended)
 
     def _arguments(self, run: _IncomingCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
         buffers, run.buffers = run.buffers, ()
@@ -405,6 +405,11 @@ class Dispatcher:
             self._looping = threading.Thread(target=self._loop.run_forever, name="unirun-async", daemon=True)
             self._looping.start()
         return self._loop
+
+
+def _span(method: str, caller: WorkerId, seq: int, began: int, ended: int) -> TraceSpan:
+    """The span of a call that was run."""
+    return TraceSpan("run", method, began, ended, str(WorkerId(*caller)), seq)
 
 
 _NONE = Parcel(OK + dump(None, "None")[0])
