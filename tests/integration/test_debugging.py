@@ -92,6 +92,8 @@ def test_a_rank_is_debugged_while_the_others_go_on_and_outlives_its_debugger(
     refused = unirun("debug", name, "actor:1")
     assert refused.code == 2
     assert "another unirun debug holds it" in refused.err
+    eventually(lambda: "waiting: actor:1 is held by unirun debug" in unirun("status", name).out)
+    assert "actor:1 is held by unirun debug" in unirun("top", name, "--once").out
     debug.type("p 6 * 7\r")
     debug.until("\n42\r\n(Pdb) ")
     steps = len(job.lines(r"(rank 0) step"))

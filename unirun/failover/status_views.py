@@ -22,7 +22,7 @@ from unirun.observe.status import (
     shaped,
 )
 from unirun.wire.messages import Ended
-from unirun.wire.reports import Message
+from unirun.wire.reports import DEBUGGER, Message
 
 FIRST_LINE = 300
 """Characters of a failure's message in a status."""
@@ -112,10 +112,16 @@ def status_of(
         calls=tuple(
             shaped(CallStatus, seen.edge, seen, method=seen.edge.invocation) for seen in learned(state)
         ),
-        waiting=(*waiting_to_start(state), *waiting(state)),
+        waiting=(*_debugged(state), *waiting_to_start(state), *waiting(state)),
         sick=tuple(f"{node}: {sign}" for node, sign in state.sick.items()),
         stragglers=stragglers,
     )
+
+
+def _debugged(state: JobState) -> tuple[str, ...]:
+    """The ranks that a debugger holds, in words."""
+    workers = ((role.name, worker) for role in state.roles.values() for worker in role.workers)
+    return tuple(f"{name}:{w.rank} {text}" for name, w in workers if (text := w.addresses.get(DEBUGGER)))
 
 
 def _failure(failure: Failure) -> FailureStatus:

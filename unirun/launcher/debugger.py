@@ -109,9 +109,14 @@ class Debugger(pdb.Pdb):
         # It stops before this line.
         self._entered = None
 
+    @property
+    def here(self) -> bool:
+        """True in the thread that is debugged."""
+        return self._thread == threading.get_ident()
+
     def interrupt(self, frame: FrameType | None) -> None:
         """The user wants to stop the program, or the expression that a command evaluates."""
-        if self._thread != threading.get_ident() or self.terminal.busy:
+        if not self.here or self.terminal.busy:
             return
         if self.asks:
             raise KeyboardInterrupt
@@ -218,13 +223,20 @@ def breakpoint(timeout: float = BREAKPOINT_TIMEOUT) -> None:
         pdb.Pdb().set_trace(frame)
         return
     deadline = time.monotonic() + timeout
+    where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     if not _turn.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
+        report(
+            f"unirun: the breakpoint at {where} is passed: another thread has waited at one for {timeout:g} s"
+        )
         return
     try:
         if _debugger is not None:
+            if not _debugger.here:
+                report(
+                    f"unirun: the breakpoint at {where} is passed: another thread of this rank is debugged"
+                )
             _debugger.interrupt(frame)
             return
-        where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         patience = max(deadline - time.monotonic(), 0.0)
         stream = _open(Debuggee(_worker(), where=where, patience=patience))
         try:

@@ -2,7 +2,7 @@
 the commands.
 
 A debugger is known by the number of the request that it answers. A worker that waits at a breakpoint has none yet.
-While one holds a worker, or is waited for, the address `DEBUGGER` of the worker says so to everybody.
+While one holds a worker, or is waited for, the address `DEBUGGER` of the worker says so to everybody, in words.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from unirun.wire.reports import DEBUGGER, DebugEnded, Debuggee, DebugOutput, Lis
 
 ATTACH_TIMEOUT = 60.0
 """Seconds in which a worker has to come to Python code."""
+
+HELD = "is held by unirun debug"
+"""A worker, in the words of the status."""
 
 
 class _Session:
@@ -65,6 +68,7 @@ class Debugging:
     def _accept(self, worker: Worker, order: Debug, stream: Stream) -> None:
         """Begin, and say so to the job's events: whoever debugs a rank can do anything in it."""
         stream.send(order)
+        self._say(worker, HELD)
         self._tell(Notice(str(worker.who), "unirun debug holds it"))
 
     def _give_up(self, number: int, session: _Session) -> None:
@@ -87,7 +91,7 @@ class Debugging:
             command = f"unirun debug {self._run_id} {worker.who.role}:{worker.who.rank}"
             text = f"waits at {first.where} for {command}, for {first.patience:.0f} s"
             self._tell(Notice(str(worker.who), text))
-        self._say(worker, "attached")
+            self._say(worker, f"waits at {first.where} for unirun debug")
         problem = "its process has ended"
         try:
             while True:
@@ -104,7 +108,10 @@ class Debugging:
             if number := self._number_of(stream):
                 del self._sessions[number]
                 self._tell(DebugEnded(number, problem))
-            self._say(worker, "")
+            if worker.id not in self._waiting:
+                # Processes that it has started may be debugged, too.
+                others = [s for s in self._sessions.values() if s.stream and s.worker.id == worker.id]
+                self._say(worker, HELD if others else "")
             await stream.close()
 
     def _number_of(self, stream: Stream) -> int:

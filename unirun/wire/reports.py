@@ -591,7 +591,7 @@ class Stacks(Message):
 # Debuggers, for ``unirun debug``.
 
 DEBUGGER = "debugger"
-"""In the addresses of a worker: a debugger holds it. The text is empty when none does any more."""
+"""In the addresses of a worker: that a debugger holds it, or is waited for, in words; empty when none is any more."""
 
 
 class Debuggee(Message):

@@ -21,7 +21,17 @@ from unirun.observe.status import (
 )
 from unirun.values import WorkerId
 from unirun.wire.messages import Ended, RoleChanged, Stop, WorkerOutput
-from unirun.wire.reports import CallCount, Calls, FromWorker, Metrics, Serving, WorkerError, WorkerStarted
+from unirun.wire.reports import (
+    DEBUGGER,
+    CallCount,
+    Calls,
+    FromWorker,
+    Listening,
+    Metrics,
+    Serving,
+    WorkerError,
+    WorkerStarted,
+)
 
 
 @pytest.fixture
@@ -98,6 +108,14 @@ def test_the_status_of_a_job_has_all_that_is_known(job: Job) -> None:
         lost=("n3",),
         waiting=("trainer:0 waits for actor:1 (trainer → actor: train)",),
     )
+
+
+def test_a_rank_that_a_debugger_holds_is_named_until_it_is_let_go(job: Job) -> None:
+    who = WorkerId("actor", 0, 0)
+    job.on(FromWorker(who, Listening({DEBUGGER: "is held by unirun debug"})))
+    assert status_of(job.state, {}, {}).waiting[0] == "actor:0 is held by unirun debug"
+    job.on(FromWorker(who, Listening({DEBUGGER: ""})))
+    assert not [text for text in status_of(job.state, {}, {}).waiting if "debug" in text]
 
 
 def test_the_summary_and_the_farewell_are_there_as_the_job_ends(job: Job) -> None:

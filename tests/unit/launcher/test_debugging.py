@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 
 from tests.unit.launcher.agent import worker
 from unirun.errors import ConnectionLost
-from unirun.launcher import debugging
+from unirun.launcher import debugger, debugging
 from unirun.launcher.debugging import Debugging
 from unirun.launcher.events import AgentState, LinkMessage
 from unirun.launcher.hangs import is_held
@@ -93,14 +94,14 @@ def test_a_worker_is_held_from_its_answer_to_the_end_of_its_stream(node: Node) -
         assert node.interrupted == ["debug=5"]
         stream = FakeStream()
         task = await node.serve(5, stream)
-        assert node.held == ["attached"]
+        assert node.held == ["is held by unirun debug"]
         stream.news.put_nowait(DebugOutput("(Pdb) ", asks=True))
         await asyncio.sleep(0)
         node.debugging.typed(DebugInput("p 1", number=5))
         assert stream.sent == [Debug("actor", 1, 5), DebugInput("p 1", number=5)]
         stream.abort()
         await task
-        assert node.held == ["attached", ""]
+        assert node.held == ["is held by unirun debug", ""]
         assert node.told == [
             Notice("actor:1", "unirun debug holds it"),
             DebugOutput("(Pdb) ", asks=True, number=5),
@@ -126,6 +127,33 @@ def test_a_worker_that_waits_is_announced_and_given_to_the_first_command(node: N
         await task
         assert node.told[3:] == [DebugEnded(5)]
         assert not node.interrupted
+
+    run(steps)
+
+
+def test_a_worker_with_two_debuggers_is_held_until_the_last_one_leaves(node: Node) -> None:
+    async def steps() -> None:
+        node.debugging.ask(Debug("actor", 1, 5))
+        attached, waiting = FakeStream(), FakeStream()
+        first = await node.serve(5, attached)
+        # A process that the worker has started comes to a breakpoint.
+        second = await node.serve(0, waiting)
+        waits = "waits at train.py:7 for unirun debug"
+        assert node.held == ["is held by unirun debug", waits]
+        attached.abort()
+        await first
+        assert node.held[2:] == []
+        waiting.abort()
+        await second
+        assert node.held[2:] == [""]
+
+        node.debugging.ask(Debug("actor", 1, 6))
+        first, second = await node.serve(6, attached), await node.serve(0, waiting)
+        waiting.abort()
+        await second
+        attached.abort()
+        await first
+        assert node.held[3:] == ["is held by unirun debug", waits, "is held by unirun debug", ""]
 
     run(steps)
 
@@ -174,6 +202,19 @@ def test_a_rank_without_a_process_or_without_python_is_not_debugged(
     run(steps)
 
 
+def test_a_breakpoint_of_another_thread_is_passed_and_the_console_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UNIRUN_SOCKET", "unused")
+    ignored = SimpleNamespace(here=False, interrupt=lambda frame: None)
+    monkeypatch.setattr(debugger, "_debugger", ignored)
+    debugger.breakpoint()
+    assert "is passed: another thread of this rank is debugged" in capfd.readouterr().err
+    with debugger._turn:
+        debugger.breakpoint(timeout=0.01)
+    assert "is passed: another thread has waited at one" in capfd.readouterr().err
+
+
 def test_a_worker_is_held_as_long_as_its_address_says_so() -> None:
-    assert is_held(replace(worker(1, "actor", 1), addresses={DEBUGGER: "attached"}))
+    assert is_held(replace(worker(1, "actor", 1), addresses={DEBUGGER: "is held by unirun debug"}))
     assert not is_held(replace(worker(1, "actor", 1), addresses={DEBUGGER: ""}))
