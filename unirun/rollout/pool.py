@@ -31,8 +31,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AbstractContextManager
-from types import TracebackType
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from unirun.errors import EpisodeFailed, QueueTimeout, UsageError
@@ -197,8 +196,12 @@ class Pool:
 
     def reject(self, group: Group) -> None:
         """A group that `run` has returned is not trained on, and another one may be made in its place."""
+        self._undo("rejected")
+
+    def _undo(self, outcome: str) -> None:
+        """A group that was accepted has this outcome after all."""
         self._counts["accepted"] -= 1
-        self._counts["rejected"] += 1
+        self._counts[outcome] += 1
         self._gate.made -= 1
         self._gate.look()
 
@@ -223,15 +226,12 @@ class Pool:
         try:
             while (group := await self._next(ready)) is not None:
                 gate.untaken -= 1
+                gate.look()
                 if self._bound is not None and self._bound.is_stale(group.version, self._version):
                     # It has waited here, or its engine was behind.
-                    self._counts["accepted"] -= 1
-                    self._counts["stale"] += 1
-                    gate.made -= 1
-                    gate.look()
-                    continue
-                gate.look()
-                yield group
+                    self._undo("stale")
+                else:
+                    yield group
             await feeding
         finally:
             feeding.cancel()
@@ -439,13 +439,19 @@ class _Gate:
         """True if nothing is being made, and nothing may be, until a version comes."""
         return not self.open and self._room() <= 0
 
-    async def admit(self) -> _Place:
-        """Wait until a group may begin."""
+    async def admit(self) -> ExitStack:
+        """Wait until a group may begin. It is being made until the end of the block of the result."""
         while self._room() <= 0:
             self._news.clear()
             await self._news.wait()
         self.open += 1
-        return _Place(self)
+        admission = ExitStack()
+        admission.callback(self._end)
+        return admission
+
+    def _end(self) -> None:
+        self.open -= 1
+        self.look()
 
     def _room(self) -> int:
         room = min(self._most - self.open, 2 * self._most - self.open - self.untaken)
@@ -461,21 +467,6 @@ class _Gate:
     def look(self) -> None:
         """There may be room."""
         self._news.set()
-
-
-class _Place:
-    """The admission of one group, which ends with its block."""
-
-    def __init__(self, gate: _Gate) -> None:
-        self._gate = gate
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._gate.open -= 1
-        self._gate.look()
 
 
 async def _each(prompts: Iterable[Data]) -> AsyncIterator[Data]:

@@ -70,6 +70,8 @@ class Pools(RuleBasedStateMachine):
         self.loop = InstantLoop()
         self.playing: dict[int, list[Played]] = {}
         self.answer = made(1)
+        self.finished: list[int] = []
+        """The prompts of the groups that the pool has accepted, in their order."""
         self.taken: list[Group] = []
         self.taking: asyncio.Task[Group] | None = None
         self.evaluating: asyncio.Task[list[Group]] | None = None
@@ -96,6 +98,7 @@ class Pools(RuleBasedStateMachine):
             max_concurrent_rollouts=most,
             episode_timeout=TIMEOUT,
             should_accept=lambda group: group.rewards[0] >= 0,
+            dump=lambda group: self.finished.append(group.data["id"]),
         )
         self.run = self.pool.run(self.endless())
         self.want()
@@ -256,8 +259,9 @@ class Pools(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([*[1.0] * 6, TIMEOUT]))
     def wait(self, seconds: float) -> None:
         """Episodes that take too long have failed."""
-        until = self.loop.time() + seconds
+        until, before = self.loop.time() + seconds, len(self.delivered)
         self.loop.wait(seconds)
+        self.settle()
         while late := [
             e.began for g in self.groups for e in g.episodes if not e.end and e.began + TIMEOUT <= until
         ]:
@@ -269,6 +273,9 @@ class Pools(RuleBasedStateMachine):
             for group in [*self.groups]:
                 if group in self.groups:
                     self.over(group, now)
+        # Those whose time ends at the same moment finish in any order.
+        latest = self.delivered[before:]
+        self.delivered[before:] = sorted(latest, key=lambda group: self.finished.index(group.prompt))
 
     @rule(by=st.integers(0, 2))
     def advance(self, by: int) -> None:
