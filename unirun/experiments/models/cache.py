@@ -130,6 +130,20 @@ class RowCache:
                 at[columns] = slice(into[name].shape[columns] - count, None)
                 into[name][tuple(at)].movedim(rows, 0)[index] = part
 
+    @property
+    def shifts(self) -> bool:
+        """True if rows can be shifted: all layers have a column for each token, and no states."""
+        return all(type(each) is _RoomyLayer for each in self.layers.layers)
+
+    def shift(self, place: int, length: int, count: int) -> None:
+        """Move a row of this length by so many columns, to the last one."""
+        for layer in self.layers.layers:
+            for into, name, rows, columns in _tensors(layer):
+                assert columns is not None
+                row = into[name].select(rows, place)
+                begin = row.shape[columns] - length
+                row.narrow(columns, begin, length).copy_(row.narrow(columns, begin - count, length).clone())
+
     def keep(self, places: Sequence[int]) -> None:
         """Keep these rows alone, in this order."""
         self._rows = len(places)

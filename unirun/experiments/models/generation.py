@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,11 @@ from unirun.experiments.models.stage import Stage
 
 JOINING_SHARE = 8
 """Sequences join when one slot of so many is free, or when all that wait have one: each time costs a forward pass."""
+
+
+RESTING_STEPS = 16
+"""Steps for which the keys and values of a sequence stay that has all its tokens, as its next tokens may be asked for
+in another request."""
 
 
 class Continuation:
@@ -64,6 +70,11 @@ class Continuation:
         """Tokens before the last one."""
         return len(self.prompt) + len(self.tokens) - 1
 
+    @property
+    def last(self) -> int:
+        """The last token."""
+        return self.tokens[-1] if self.tokens else int(self.prompt[-1])
+
     def add(
         self, token: int, logprob: float, version: int, decode: Callable[[list[int]], str] | None
     ) -> None:
@@ -82,6 +93,16 @@ class Continuation:
         return any(each in text for each in self.stop_strings)
 
 
+class _Rest(NamedTuple):
+    """The keys and values of a sequence that has all its tokens: the row, its length, and the step and the version in
+    which it has ended."""
+
+    place: int
+    length: int
+    step: int
+    version: int
+
+
 class Slots:
     """Continues sequences, `count` of them at the same time. All ranks of the model make the same calls: in each
     data-parallel rank, one process samples the tokens and broadcasts them to the others.
@@ -90,10 +111,20 @@ class Slots:
     """
 
     def __init__(
-        self, place: Place, stage: Stage, count: int, decode: Callable[[list[int]], str] | None = None
+        self,
+        place: Place,
+        stage: Stage,
+        count: int,
+        decode: Callable[[list[int]], str] | None = None,
+        *,
+        chunks: bool = False,
     ) -> None:
-        """`decode` gives the text of tokens, for stop strings."""
+        """`decode` gives the text of tokens, for stop strings. `chunks`: a sequence that has all its tokens may be
+        added again soon, as the prompt of more, which is not computed again then."""
         self._place, self._stage, self._count, self._decode = place, stage, count, decode
+        self._chunks, self._steps = chunks, 0
+        # By their sequences.
+        self._rests: dict[tuple[int, ...], _Rest] = {}
         self._rows: list[Continuation | None] = []
         self._cache = RowCache(stage.config, 0)
         self._waiting: deque[Continuation] = deque()
@@ -125,20 +156,46 @@ class Slots:
 
     def _empty(self) -> None:
         self._rows, self._cache = [], RowCache(self._stage.config, 0)
+        self._rests.clear()
 
     @torch.no_grad()
     def step(self) -> list[Continuation]:
         """Let sequences join, and draw one token of each other one. Returns those that are finished."""
+        self._go_on()
         running = [row for row in self._rows if row is not None]
         if running:
             self._decode_step()
+            self._leave()
         joining = self._joining()
         if joining:
             self._join(joining)
-        finished = [row for row in (*running, *joining) if row.finished]
-        self._rows = [None if row is not None and row.finished else row for row in self._rows]
+            self._leave()
         self._shrink()
-        return finished
+        return [row for row in (*running, *joining) if row.finished]
+
+    def _go_on(self) -> None:
+        """Give sequences that wait the rows in which they have ended before."""
+        if not self._rests:
+            return
+        left = deque[Continuation]()
+        for row in self._waiting:
+            rest = None if row.finished else self._rests.pop(tuple(row.sequence().tolist()), None)
+            if rest is None or rest.version != self.version:
+                left.append(row)
+                continue
+            if age := self._steps - rest.step:
+                self._cache.shift(rest.place, rest.length, age)
+            self._rows[rest.place] = row
+        self._waiting = left
+
+    def _leave(self) -> None:
+        """Free the rows of sequences that are finished."""
+        for place, row in enumerate(self._rows):
+            if row is not None and row.finished:
+                self._rows[place] = None
+                if self._chunks and not row.ended and self._cache.shifts:
+                    key = tuple(row.sequence().tolist())
+                    self._rests[key] = _Rest(place, row.cached, self._steps, self.version)
 
     def _joining(self) -> list[Continuation]:
         """The sequences that join now."""
@@ -155,14 +212,21 @@ class Slots:
         cache = RowCache(self._stage.config, len(rows))
         self._draw(rows, _through(self._place, self._stage, value, mask, positions, cache))
         cache.length = value.shape[1]
-        self._rows = [None if row is not None and row.finished else row for row in self._rows]
-        free = [place for place, row in enumerate(self._rows) if row is None]
+        free = self._free()
+        if len(self._rows) + len(rows) - len(free) > self._count:
+            self._rests.clear()
+            free = self._free()
         if len(free) < len(rows):
             self._widen(len(rows) - len(free))
-            free = [place for place, row in enumerate(self._rows) if row is None]
+            free = self._free()
         self._cache.join(free[: len(rows)], cache)
         for place, row in zip(free, rows, strict=False):
             self._rows[place] = row
+
+    def _free(self) -> list[int]:
+        """The rows that are nobody's."""
+        resting = {rest.place for rest in self._rests.values()}
+        return [place for place, row in enumerate(self._rows) if row is None and place not in resting]
 
     def _widen(self, count: int) -> None:
         """Add rows, which are nobody's."""
@@ -176,22 +240,30 @@ class Slots:
     def _decode_step(self) -> None:
         """Draw the next token of each row. Those that are nobody's see nothing but themselves."""
         lengths = [row.cached if row is not None else 0 for row in self._rows]
-        self._cache.trim(max(lengths))
-        last = [row.tokens[-1] if row is not None else 0 for row in self._rows]
+        self._rests = {
+            key: rest for key, rest in self._rests.items() if self._steps - rest.step < RESTING_STEPS
+        }
+        resting = [rest.length + self._steps - rest.step for rest in self._rests.values()]
+        self._cache.trim(max(*lengths, *resting, 0))
+        last = [row.last if row is not None else 0 for row in self._rows]
         value, positions = (torch.tensor(some)[:, None].to(self._place.device) for some in (last, lengths))
         mask = mask_of([length + 1 for length in lengths], self._cache.length + 1).to(self._place.device)
         logits = _through(self._place, self._stage, value, mask, positions, self._cache)
         self._cache.length += 1
+        self._steps += 1
         self._draw(self._rows, logits)
 
     def _shrink(self) -> None:
         """Drop the rows that are nobody's when they are half of all, and nothing waits for them."""
-        kept = [place for place, row in enumerate(self._rows) if row is not None]
+        free = {*self._free()}
+        kept = [place for place, _ in enumerate(self._rows) if place not in free]
         if not kept:
             self._empty()
         elif not self._waiting and 2 * len(kept) <= len(self._rows):
             self._cache.keep(kept)
             self._rows = [self._rows[place] for place in kept]
+            places = {place: number for number, place in enumerate(kept)}
+            self._rests = {key: rest._replace(place=places[rest.place]) for key, rest in self._rests.items()}
 
     def _draw(self, rows: Sequence[Continuation | None], logits: torch.Tensor | None) -> None:
         """Give each row its next token."""

@@ -37,7 +37,7 @@ class Generator:
         self, place: Place, stage: Stage, count: int, decode: Callable[[list[int]], str] | None = None
     ) -> None:
         """`decode` gives the text of tokens, for stop strings."""
-        self._slots = Slots(place, stage, count, decode)
+        self._slots = Slots(place, stage, count, decode, chunks=True)
         self._named = stage.named(stage.state_dict(keep_vars=True))
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # Sequences whose end is waited for, with their reasons.

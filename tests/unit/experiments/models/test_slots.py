@@ -130,6 +130,67 @@ def test_sequences_that_are_interrupted_go_on_as_they_would_have(stage: Stage) -
     assert max(row.versions[-1] for row in rows) == steps - 1
 
 
+CHUNK = 3
+
+
+def in_chunks(slots: Slots, rows: list[Continuation], latest: int) -> list[list[int]]:
+    """Ask for the tokens of each in chunks; the next chunk is asked for up to so many steps later."""
+    chosen, made = random.Random(4), [list[int]() for _ in rows]
+    due = [(0, number) for number, _ in enumerate(rows)]
+    asked: dict[Continuation, int] = {}
+    step = 0
+    while due or asked:
+        for _, number in [each for each in due if each[0] <= step]:
+            row, tokens = rows[number], made[number]
+            how = GenerationConfig(
+                greedy=True, max_new_tokens=min(CHUNK, row.how.max_new_tokens - len(tokens))
+            )
+            chunk = Continuation(torch.cat([row.prompt, torch.tensor(tokens).long()]), how, seed=0)
+            asked[chunk] = number
+            slots.add(chunk)
+        due = [each for each in due if each[0] > step]
+        for chunk in slots.step():
+            number = asked.pop(chunk)
+            made[number] += chunk.tokens
+            if len(made[number]) < rows[number].how.max_new_tokens:
+                due.append((step + 1 + chosen.randint(0, latest), number))
+        step += 1
+    return made
+
+
+@pytest.mark.parametrize("count", [1, 8, 40])
+@pytest.mark.parametrize("latest", [0, 5, 40])
+def test_chunks_of_a_sequence_are_as_one_request(
+    greedy: list[list[int]], stage: Stage, count: int, latest: int
+) -> None:
+    slots = Slots(place(), stage, count, chunks=True)
+    assert in_chunks(slots, sequences(30, greedy=True), latest) == greedy
+
+
+def test_the_prompt_of_a_next_chunk_is_not_computed_again(
+    greedy: list[list[int]], stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined = list[Continuation]()
+    join = Slots._join
+    monkeypatch.setattr(Slots, "_join", lambda self, rows: (joined.extend(rows), join(self, rows)))
+    slots = Slots(place(), stage, 40, chunks=True)
+    assert in_chunks(slots, sequences(30, greedy=True), 5) == greedy
+    has_windows = getattr(stage.config, "sliding_window", None)
+    chunks = sum(-(-len(tokens) // CHUNK) for tokens in greedy)
+    assert len(joined) == (chunks if has_windows else 30)
+
+
+def test_chunks_of_other_weights_are_computed_anew(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = Slots(place(), stage, 4, chunks=True)
+    (first,) = run(slots, [Continuation(torch.tensor([1, 2]), GenerationConfig(max_new_tokens=3), seed=0)])
+    slots.version += 1
+    joined = list[Continuation]()
+    join = Slots._join
+    monkeypatch.setattr(Slots, "_join", lambda self, rows: (joined.extend(rows), join(self, rows)))
+    run(slots, [second := Continuation(first.sequence(), GenerationConfig(max_new_tokens=3), seed=1)])
+    assert joined == [second]
+
+
 @torch.no_grad()
 def test_a_token_has_the_probability_of_the_weights_that_have_made_it(network: Any) -> None:
     from copy import deepcopy
