@@ -167,12 +167,22 @@ def test_chunks_of_a_sequence_are_as_one_request(
     assert in_chunks(slots, sequences(30, greedy=True), latest) == greedy
 
 
+def joins(monkeypatch: pytest.MonkeyPatch) -> list[Continuation]:
+    """The sequences whose prompts are computed from now on."""
+    joined, join = list[Continuation](), Slots._join
+
+    def noted(slots: Slots, rows: list[Continuation]) -> None:
+        joined.extend(rows)
+        join(slots, rows)
+
+    monkeypatch.setattr(Slots, "_join", noted)
+    return joined
+
+
 def test_the_prompt_of_a_next_chunk_is_not_computed_again(
     greedy: list[list[int]], stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    joined = list[Continuation]()
-    join = Slots._join
-    monkeypatch.setattr(Slots, "_join", lambda self, rows: (joined.extend(rows), join(self, rows)))
+    joined = joins(monkeypatch)
     slots = Slots(place(), stage, 40, chunks=True)
     assert in_chunks(slots, sequences(30, greedy=True), 5) == greedy
     has_windows = getattr(stage.config, "sliding_window", None)
@@ -184,9 +194,7 @@ def test_chunks_of_other_weights_are_computed_anew(stage: Stage, monkeypatch: py
     slots = Slots(place(), stage, 4, chunks=True)
     (first,) = run(slots, [Continuation(torch.tensor([1, 2]), GenerationConfig(max_new_tokens=3), seed=0)])
     slots.version += 1
-    joined = list[Continuation]()
-    join = Slots._join
-    monkeypatch.setattr(Slots, "_join", lambda self, rows: (joined.extend(rows), join(self, rows)))
+    joined = joins(monkeypatch)
     run(slots, [second := Continuation(first.sequence(), GenerationConfig(max_new_tokens=3), seed=1)])
     assert joined == [second]
 
