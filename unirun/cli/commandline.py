@@ -15,7 +15,11 @@ from unirun.values import Value
 
 _ELSEWHERE = {
     **dict.fromkeys(
-        ("gpus", "num-gpus", "num_gpus", "num-processes", "num_processes", "np"), "nproc-per-node"
+        (
+            *("gpus", "num-gpus", "num_gpus", "ngpus", "num-processes", "num_processes", "np", "n"),
+            *("nprocs", "num-procs", "num_procs", "num-workers", "num_workers", "ntasks", "ntasks-per-node"),
+        ),
+        "nproc-per-node",
     ),
     **dict.fromkeys(("nodes", "num-nodes", "num_nodes", "num-machines", "num_machines"), "nnodes"),
     **dict.fromkeys(("working-dir", "working_dir", "workdir", "chdir"), "cwd"),
@@ -213,7 +217,7 @@ def _likely(name: str, known: Mapping[str, Option]) -> str:
     names = [n.removeprefix("--") for n in known if n.startswith("--") and "_" not in n]
     begun = [each for each in names if each.startswith(word)]
     near = begun or difflib.get_close_matches(word, names, n=1, cutoff=0.7)
-    near = near or [_ELSEWHERE[word]] if word in _ELSEWHERE else near
+    near = [_ELSEWHERE[word]] if word in _ELSEWHERE else near
     return f"did you mean '--{near[0]}'?" if near else "see unirun --help"
 
 

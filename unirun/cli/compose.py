@@ -171,6 +171,9 @@ class _Scope:
             role, equals, rest = value.rpartition("=")
             waited = items([rest])
             every = [name for name in self._names if name not in self._services and name not in waited]
+            if not equals and not every:
+                remedy = f"name a service: --service 'engine: PROGRAM …', or write ROLE={rest}"
+                self._faults.append(Fault("--after", f"no role is there that waits for {rest}", remedy))
             for name in [role] if equals else every:
                 if self._known(name, "--after"):
                     self._of(name).setdefault("after", []).extend(waited)
@@ -401,10 +404,15 @@ def refuse_mistakes(line: CommandLine) -> None:
     A file of that name is run, whatever it looks like.
     """
     word = line.script
+    if "=" in (named := line.options.get("role") or ""):
+        raise UsageError(f"--role has a name, and {named!r} is none", f"write --roles {named}")
     if word is None or os.path.exists(word) or {"module", "no_python", "cwd"} & line.options.keys():
         return
     if "=" in word:
         _refuse_assignment(word, line)
+    if word.isdecimal() and "roles" in line.options:
+        roles = ",".join(line.options["roles"])
+        raise UsageError(f"{word} stands where the script is expected", f"write --roles {roles}={word}")
     if "config" in line.options and _KEY.fullmatch(word):
         raise UsageError(f"{word} has no value", f"write {word}=VALUE, without blanks")
     if "." in word or "/" in word:

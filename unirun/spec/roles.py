@@ -77,7 +77,9 @@ ELSEWHERE = {
     "resources": "write what each rank needs in the role: slots: N, cpus: N, memory: 64GB",
     "depends_on": "write after: [ROLE], and ready: in that role",
     "healthcheck": "write ready: http://{addr}/health, and alive: for the time after that",
-    **dict.fromkeys(("replicas", "num_replicas", "num_workers", "world_size"), "write count: N"),
+    **dict.fromkeys(
+        ("replicas", "num_replicas", "num_workers", "world_size", "nproc_per_node", "nproc"), "write count: N"
+    ),
     **dict.fromkeys(("command", "cmd", "entrypoint"), "write script: FILE, or program: NAME, with args: […]"),
     **dict.fromkeys(("environment", "env_vars"), "write env: {NAME: VALUE}"),
 }

@@ -204,7 +204,8 @@ def _pairs(text: str, faults: list[Fault]) -> dict[str, list[str]]:
         key = _OTHER_NAMES.get(name, name)
         where = f"--slurm {name}"
         if not equals or not value:
-            faults.append(Fault(where, "it has no value", f"write {name}=…"))
+            missing = f"nodes={name}" if name.isdecimal() else f"{name}=…"
+            faults.append(Fault(where, "it has no value", f"write {missing}"))
         elif key not in _FORMS:
             faults.append(Fault(where, "unknown key", nearest(name, [*_FORMS])))
         elif key in found and key not in _MANY:
