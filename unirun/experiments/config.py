@@ -577,9 +577,10 @@ class Registry(Generic[T]):
         if name not in self._found:
             near = difflib.get_close_matches(name, self._found, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
+            there = f"there are: {', '.join(self.names())}"
+            none = f"there are none: a file of experiments/, or of --module, calls register_{self.kind}"
             raise UsageError(
-                f"no {self.kind} is registered as {name!r}",
-                f"{hint}there are: {', '.join(self.names()) or 'none'}",
+                f"no {self.kind} is registered as {name!r}", f"{hint}{there}" if self._found else none
             )
         found = self._found[name]
         if isinstance(found, str):

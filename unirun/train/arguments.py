@@ -231,7 +231,8 @@ def takes_config(function: Any, *, given: bool) -> bool:
     Raises `UsageError` for what is none.
     """
     if not callable(function) or isinstance(function, type):
-        raise UsageError(f"{function!r} is no function", "give a function of nothing, or of config")
+        call = ": pass f, not what f() has returned" if function is None else ""
+        raise UsageError(f"{function!r} is no function", f"give a function of nothing, or of config{call}")
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

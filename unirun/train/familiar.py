@@ -1,10 +1,12 @@
 """The names that Ray Train and RaySGD have, and unirun has not: errors say how the same is written here.
 
-It imports nothing, as an attribute that a package does not have must not cost the import of torch.
+It imports nothing that is slow, as an attribute that a package does not have must not cost the import of torch.
 """
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,9 +63,10 @@ def elsewhere(owner: str, name: str, known: Mapping[str, str]) -> str:
     return f"{owner} has no {name!r}" + (f"; use {known[name]}" if name in known else "")
 
 
-def refuse_arguments(owner: str, given: Mapping[str, Any]) -> None:
-    """Raise TypeError for arguments that `owner` does not have, as Python does."""
+def refuse_arguments(owner: type, given: Mapping[str, Any]) -> None:
+    """Raise TypeError for arguments that `owner` does not have, as Python does; it names the one that was meant."""
     for name in given:
-        raise TypeError(
-            elsewhere(owner, f"{name}=", {f"{key}=": each for key, each in TRAINER_ARGUMENTS.items()})
-        )
+        near = difflib.get_close_matches(name, inspect.signature(owner).parameters, n=1, cutoff=0.8)
+        known = {f"{name}=": f"{near[0]}="} if near else {}
+        known |= {f"{key}=": each for key, each in TRAINER_ARGUMENTS.items()}
+        raise TypeError(elsewhere(owner.__name__, f"{name}=", known))

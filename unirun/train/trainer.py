@@ -541,7 +541,7 @@ class Trainer:
         resume: bool = False,
         **unknown: Never,
     ) -> None:
-        refuse_arguments("Trainer", unknown)
+        refuse_arguments(Trainer, unknown)
         least, most = range_of(num_workers)
         use_gpu, resources = requested(use_gpu, resources_per_worker, cpus_per_worker, gpus_per_worker)
         device, slots = resources_of(use_gpu, resources)

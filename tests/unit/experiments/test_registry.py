@@ -48,7 +48,9 @@ class TestNames:
             animals.find("cats")
 
     def test_without_any_there_are_none(self) -> None:
-        with pytest.raises(UsageError, match="there are: none"):
+        with pytest.raises(
+            UsageError, match="there are none: a file of experiments/, or of --module, calls register_"
+        ):
             Registry("animal").find("cat")
 
 

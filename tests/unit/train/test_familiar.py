@@ -49,6 +49,12 @@ def test_an_argument_of_another_trainer_says_which_one_is_used_here(name: str) -
     assert str(raised.value) == f"Trainer has no '{name}='; use {TRAINER_ARGUMENTS[name]}"
 
 
+def test_an_argument_with_a_typing_error_names_ours() -> None:
+    with pytest.raises(TypeError) as raised:
+        train.Trainer(num_worker=2)
+    assert str(raised.value) == "Trainer has no 'num_worker='; use num_workers="
+
+
 @pytest.mark.parametrize("name", SHARDS)
 def test_a_shard_says_what_is_used_in_place_of_a_method_that_it_has_not(name: str) -> None:
     shard = Shard("train", [1, 2], 0, 1)

@@ -114,6 +114,10 @@ def two(config: Any, other: Any) -> None: ...
     ("arguments", "message"),
     [
         ({"train_func": "f"}, "'f' is no function; give a function of nothing, or of config"),
+        (
+            {"train_func": None},
+            "None is no function; give a function of nothing, or of config: pass f, not what",
+        ),
         ({"train_func": CheckpointStrategy}, f"{CheckpointStrategy!r} is no function; give a function"),
         ({"train_func": two}, "two takes config, other; write it with one argument, config, or with none"),
         ({"train_func": keyword_only}, "keyword_only takes config; write it with one argument, config"),
