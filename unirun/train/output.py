@@ -8,7 +8,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
 
 DRAW_INTERVAL = 0.1
 """Seconds between two drawings of the bars."""
@@ -133,19 +136,81 @@ def _is_terminal() -> bool:
 
     with contextlib.suppress(Exception):
         streams = (sys.stdout, sys.stderr)
-        return sys.stderr.isatty() and not any(isinstance(each, FileProxy) for each in streams)
+        others = any(isinstance(each, FileProxy) for each in streams) and not LivePart.open()
+        return sys.stderr.isatty() and not others
     return False
 
 
 def _opened() -> Any:
     """A part of the screen below what is written meanwhile."""
     from rich.console import Console
-    from rich.live import Live
 
     console = Console(file=sys.stderr)
     if console.is_dumb_terminal:
         return None
     # Lines of a stdout that is a file go there.
-    live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=sys.stdout.isatty())
-    live.start()
-    return live
+    part = LivePart(console, transient=True, redirect_stdout=sys.stdout.isatty())
+    part.start()
+    return part
+
+
+class LivePart:
+    """A part of the screen below what is written meanwhile: the bars of ranks, or the table of a callback.
+
+    All parts of a process are one live display of rich, as each of two would erase lines of the other. When it
+    stops, a part that is `transient` vanishes, and another stays.
+    """
+
+    _lock = threading.RLock()
+    _live: Any = None
+    _parts: ClassVar[list[LivePart]] = []
+
+    def __init__(self, console: Console, *, transient: bool = False, redirect_stdout: bool = True) -> None:
+        self._console, self._transient, self._redirect = console, transient, redirect_stdout
+        self._content: RenderableType = ""
+
+    @classmethod
+    def open(cls) -> bool:
+        """Return True if a part is shown."""
+        return cls._live is not None
+
+    def start(self) -> None:
+        """Show the part, if it is not shown yet, below the others."""
+        from rich.live import Live
+
+        with self._lock:
+            if self in self._parts:
+                return
+            if LivePart._live is None:
+                live = Live(console=self._console, auto_refresh=False, redirect_stdout=self._redirect)
+                live.start()
+                LivePart._live = live
+            self._parts.append(self)
+
+    def update(self, content: RenderableType, *, refresh: bool = True) -> None:
+        """Replace the content of the part."""
+        with self._lock:
+            self._content = content
+            if self in self._parts:
+                self._draw(refresh)
+
+    def stop(self) -> None:
+        """End the part, if it is shown."""
+        with self._lock:
+            if self not in self._parts:
+                return
+            self._parts.remove(self)
+            if self._parts:
+                self._draw(refresh=True)
+                if not self._transient:
+                    LivePart._live.console.print(self._content)
+                return
+            live, LivePart._live = LivePart._live, None
+            live.transient = self._transient
+            live.stop()
+
+    def _draw(self, refresh: bool) -> None:
+        from rich.console import Group
+
+        contents = [part._content for part in self._parts]
+        LivePart._live.update(contents[0] if len(contents) == 1 else Group(*contents), refresh=refresh)

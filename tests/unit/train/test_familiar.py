@@ -50,8 +50,9 @@ def test_an_argument_of_another_trainer_says_which_one_is_used_here(name: str) -
 
 
 def test_an_argument_with_a_typing_error_names_ours() -> None:
+    arguments: dict[str, Any] = {"num_worker": 2}
     with pytest.raises(TypeError) as raised:
-        train.Trainer(num_worker=2)
+        train.Trainer(**arguments)
     assert str(raised.value) == "Trainer has no 'num_worker='; use num_workers="
 
 

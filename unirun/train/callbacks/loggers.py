@@ -29,6 +29,7 @@ from unirun.train.callbacks.base import (
     readable,
     text,
 )
+from unirun.train.output import LivePart
 
 if TYPE_CHECKING:
     from rich.console import Console, OverflowMethod
@@ -71,7 +72,6 @@ class ProgressCallback(TrainingCallback):
     def start_training(self, logdir: str, config: Mapping[str, Any]) -> None:
         """Look at where the reports are to be shown."""
         from rich.console import Console
-        from rich.live import Live
 
         self._console = self._given or Console()
         self._names = dict.fromkeys(self._metrics or ())
@@ -82,7 +82,7 @@ class ProgressCallback(TrainingCallback):
         self._screen = None
         if not self._console.is_jupyter and _is_screen(self._console):
             # What is printed meanwhile goes above the table.
-            self._screen = Live(console=self._console, auto_refresh=False)
+            self._screen = LivePart(self._console)
 
     def handle_result(self, results: list[dict[str, Any]]) -> None:
         """Show the report."""

@@ -14,11 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from rich.text import Text
 
 from tests.effort import examples
 from tests.unit.train.callbacks.strategies import RESULTS
 from unirun.errors import UsageError
 from unirun.train.callbacks import ProgressCallback
+from unirun.train.output import LivePart
 
 
 class Screen(io.TextIOWrapper):
@@ -160,6 +162,21 @@ def test_what_is_printed_meanwhile_stands_above_the_table(
     assert screen.drawings[1][0] == "epoch 1 is done"
     assert screen.drawings[1][1].startswith("rank")
     assert sys.stdout is screen
+
+
+def test_bars_of_ranks_and_the_table_are_drawn_together(screen: Screen) -> None:
+    bars = LivePart(console(screen, force_terminal=True), transient=True)
+    callback = ProgressCallback(console=console(screen, force_terminal=True))
+    callback.start_training("/logs", {})
+    bars.start()
+    bars.update(Text("[worker:0]: 10%"))
+    callback.handle_result(report(1, {"loss": 1}))
+    assert [line.split()[0] for line in screen.drawings[-1]] == ["[worker:0]:", "rank", "0"]
+    callback.finish_training(None)
+    # The table stands above the bars that are left.
+    assert [line.split()[0] for line in screen.drawings[-1]] == ["rank", "0", "[worker:0]:"]
+    bars.stop()
+    assert not LivePart.open()
 
 
 def test_a_run_without_a_report_shows_nothing(screen: Screen) -> None:
