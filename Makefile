@@ -84,7 +84,7 @@ browser: $(VENV)/.dev $(VENV)/axe/package/axe.min.js
 
 # Small faults are made in the rooms that decide, and tests must detect nine of ten (tests/mutants). All faults take
 # hours. ROOM=wire makes those of one room, and SAMPLE=200 at most 200 of each room, drawn with a fixed seed.
-ROOM ?= wire failover rendezvous launcher calls master rollout
+ROOM ?= wire failover rendezvous launcher calls master rollout experiments
 mutants: $(VENV)/.dev
 	failed=; for room in $(ROOM); do \
 	  $(BIN)/python tests/mutants/run.py $$room --jobs $(JOBS) $(if $(SAMPLE),--sample $(SAMPLE)) || failed="$$failed $$room"; \

@@ -181,6 +181,32 @@ def test_a_command_that_leaves_lets_the_worker_go_on_and_so_does_another_master(
     run(steps)
 
 
+def test_a_breakpoint_that_was_passed_is_waited_at_no_more(node: Node) -> None:
+    """The worker comes to others, of which a command is given the one that waits now, once."""
+
+    async def steps() -> None:
+        for number in (5, 6):
+            passed, there, second = FakeStream(), FakeStream(), FakeStream()
+            task = await node.serve(0, passed)
+            passed.abort()
+            await task
+            assert node.held[-1] == ""
+            node.debugging.ask(Debug("actor", 1, 10 * number))
+            assert (passed.sent, node.interrupted.pop()) == ([], f"debug={10 * number}")
+            node.debugging.typed(DebugInput(control="detach", number=10 * number))
+            task = await node.serve(0, there)
+            # Another thread of it has come to a breakpoint, too.
+            await (await node.serve(0, second))
+            node.debugging.ask(Debug("actor", 1, number))
+            assert (there.sent, second.sent) == ([Debug("actor", 1, number)], [])
+            there.news.put_nowait(DebugEnded())
+            there.abort()
+            await task
+        assert not node.interrupted
+
+    run(steps)
+
+
 def test_a_rank_without_a_process_or_without_python_is_not_debugged(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

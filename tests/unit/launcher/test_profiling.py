@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import signal
@@ -12,11 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
-from tests.waiting import eventually
-from unirun.launcher import profiler
+from tests.unit.launcher.agent import worker
+from tests.waiting import eventually, eventually_async
+from unirun.launcher import profiler, profiling
+from unirun.launcher.events import AgentState
 from unirun.launcher.profiler import PROFILE, TRACE, sampled
-from unirun.launcher.profiling import counts_in
+from unirun.launcher.profiling import PROFILE_POLL_INTERVAL, Profiling, counts_in
+from unirun.wire.messages import Profile
+from unirun.wire.reports import Message, Profiled
 
 
 @pytest.fixture
@@ -92,3 +98,43 @@ def test_stacks_of_py_spy_are_without_the_start_of_the_worker_and_the_sampling_t
         "no samples\n"
     )
     assert counts_in(text) == {"MainThread;<module> (train.py:1);step (train.py:4)": 8}
+
+
+def test_profiles_of_a_rank_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command gets the profile that it has asked for, one at a time, whatever became of the ones before."""
+    found = worker(1, "actor", 1)
+    found = replace(found, pid=77, request=replace(found.request, logs=str(tmp_path)))
+    folder = tmp_path / found.request.folder
+    folder.mkdir(parents=True)
+    here = AgentState("n0", workers={1: found})
+    state, told, asked = here, list[Message](), list[str]()
+
+    def send(pid: int, folder: str, text: str) -> str:
+        asked.append(text)
+        return "" if pid == 77 else "it is gone"
+
+    monkeypatch.setattr(profiling, "send_request", send)
+    monkeypatch.setattr(profiling, "py_spy", lambda: None)
+    profiles = Profiling(lambda: state, told.append)
+
+    async def steps() -> None:
+        nonlocal state
+        for number, end in enumerate(("written", "ended", "written", "written"), 1):
+            task = asyncio.ensure_future(profiles.profile(Profile("actor", 1, 0.1, number)))
+            await eventually_async(lambda number=number: len(asked) == number)  # type: ignore[misc]
+            await profiles.profile(Profile("actor", 1, 0.1, 99))
+            assert told[-1] == Profiled(99, problem="another unirun profile is under way")
+            await asyncio.wait([task], timeout=2 * PROFILE_POLL_INTERVAL)
+            assert not task.done(), "it has the profile before"
+            if end == "written":
+                result = {"stacks": {"MainThread;work": number}, "without_trace": "no torch"}
+                (folder / PROFILE).write_text(json.dumps(result))
+            else:
+                state = AgentState("n0")
+            await task
+            stacks = (("MainThread;work", number),)
+            wanted = Profiled(number, stacks, "no torch"), Profiled(number, problem="it has ended meanwhile")
+            assert told[-1] == wanted[end == "ended"]
+            state = here
+
+    asyncio.run(steps())

@@ -18,9 +18,10 @@ from unirun.errors import ConnectionLost, RendezvousError
 from unirun.failover.silence import SILENCE_TIMEOUT
 from unirun.launcher.foreground import session
 from unirun.launcher.foreground.console import Console
-from unirun.launcher.foreground.session import JobFollower
+from unirun.launcher.foreground.session import NO_MASTER_NOTICE_DELAY, JobFollower
 from unirun.launcher.hosts.ssh import RemoteProcesses
 from unirun.launcher.local import RunningJob
+from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import create_job
 from unirun.rendezvous.election import Leader, Seat
 from unirun.rendezvous.masters import MASTER_CONNECT_TIMEOUT, Masters
@@ -114,6 +115,17 @@ class FakeMasters(Masters):
         """Nothing is watched."""
 
 
+class Processes(RemoteProcesses):
+    """Those of the job. `woken` is the time at which agents were let go on last."""
+
+    def __init__(self, job: JobDir, loop: InstantLoop) -> None:
+        super().__init__(job, ["h1"], lambda: 0.0)
+        self._loop, self.woken = loop, 0.0
+
+    def wake_agents(self) -> None:
+        self.woken = self._loop.time()
+
+
 class Following:
     """A command, its user, and the masters of the job. The reference is what the user has asked for, and when."""
 
@@ -122,8 +134,9 @@ class Following:
         job, lock = create_job("run-1", new_token())
         os.close(lock)
         spec = JobSpec("job", "run-1", (RoleSpec("actor", 1, Entry("script", "a.py")),), ("actor",))
-        processes = RemoteProcesses(job, ["h1"], lambda: 0.0)
-        self.command = JobFollower(RunningJob(job, spec, processes, copied=True), Console(quiet=True))
+        self.processes = Processes(job, loop)
+        running = RunningJob(job, spec, self.processes, copied=True)
+        self.command, self.alone_since = JobFollower(running, Console(quiet=True)), loop.time()
         self.command._masters = self.masters = FakeMasters(loop)
         self.passed_on = 0
         self.following = loop.create_task(self.command._follow_to_end())
@@ -193,7 +206,12 @@ class Following:
         self.loop.wait(self.rng.choice((0.5, 0.7 * SILENCE_TIMEOUT, 2 * SILENCE_TIMEOUT)))
 
     def check(self) -> None:
-        """A master that has spoken a moment ago is followed, one that has not for long is left."""
+        """A master that has spoken a moment ago is followed, one that has not for long is left. While there is none,
+        agents that are stopped are let go on, again and again."""
+        if self.command._master is not None:
+            self.alone_since = self.loop.time()
+        alone = self.loop.time() - max(self.alone_since, self.processes.woken)
+        assert alone <= NO_MASTER_NOTICE_DELAY + CHECK
         assert len([each for each in self.masters.streams if not each.closed]) <= 2
         for each in self.masters.streams:
             if not each.lost and each.epoch == self.masters.seat.epoch:

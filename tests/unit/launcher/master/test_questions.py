@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.launcher.master.harness import MasterHarness, end_well, receive_until
+from unirun.launcher.master.questions import Questions
 from unirun.wire.messages import Attach, Debug, DebugInput, Profile
 from unirun.wire.reports import DebugEnded, DebugOutput, Profiled
 
@@ -58,3 +64,64 @@ def test_a_command_hears_that_the_agent_of_the_rank_is_gone(tmp_path: Path) -> N
 def test_lines_of_a_debugger_go_between_its_command_and_the_agent_of_the_rank(tmp_path: Path) -> None:
     master = MasterHarness(tmp_path)
     assert master.run(lambda: _debugged(master)) == []
+
+
+class FakeStream:
+    """A stream: what was sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        """Keep it."""
+        self.sent.append(message)
+
+
+MOVES = ("ask", "ask", "ask", "next", "answer", "late", "lost", "leave")
+
+
+@given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 9)), min_size=10, max_size=30))
+def test_each_command_hears_the_answers_to_its_question_whichever_master_asked(
+    moves: list[tuple[str, int]],
+) -> None:
+    """Ranks answer late, also the next master, whose commands have asked other questions."""
+    worker = SimpleNamespace(live=True, node="n0")
+    state: Any = SimpleNamespace(roles={"actor": SimpleNamespace(workers=[worker])})
+    agent, epoch = FakeStream(), 1
+    agents: Any = {"n0": agent}
+    questions = Questions(agents, lambda: state, epoch)
+    # The questions of the present commands by their numbers, and the numbers of all questions.
+    open_: dict[int, Any] = {}
+    numbers: list[int] = []
+    for move, which in moves:
+        command: Any = FakeStream()
+        if move == "ask":
+            debugs = bool(which % 2)
+            questions.ask_rank(Debug("actor", 0) if debugs else Profile("actor", 0, 1.0), command)
+            number = agent.sent[-1].number
+            assert number not in numbers
+            numbers.append(number)
+            open_[number] = command
+        elif move == "next":
+            epoch += 1
+            questions = Questions(agents, lambda: state, epoch)
+            open_.clear()
+        elif move == "answer" and open_:
+            number = [*open_][which % len(open_)]
+            asked = open_.pop(number)
+            questions.answered(DebugEnded(number, "over"))
+            assert asked.sent == [DebugEnded(number, "over")]
+        elif move == "late" and numbers:
+            late = numbers[which % len(numbers)]
+            if late not in open_:
+                questions.answered(DebugEnded(late, "late"))
+        elif move == "lost":
+            questions.lost("n0")
+            assert all(len(each.sent) == 1 for each in open_.values())
+            open_.clear()
+        elif move == "leave" and open_:
+            number = [*open_][which % len(open_)]
+            questions.leave(open_.pop(number))
+        assert all(each.sent == [] for each in open_.values())
+    questions.lost("n0")
+    assert (questions._asked, questions._of_ranks) == ({}, {})
