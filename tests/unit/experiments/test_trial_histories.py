@@ -290,6 +290,7 @@ class Ref:
 
     def __init__(self, answers: Callable[[], Any]) -> None:
         self._error: Exception | None = None
+        self._looked = False
         try:
             self._answer = answers()
         except Exception as error:  # noqa: BLE001 - a call raises what the method has raised
@@ -299,6 +300,9 @@ class Ref:
         return True
 
     def exception(self) -> Exception | None:
+        """The error of a call that ran ahead. It is asked for once."""
+        assert not self._looked
+        self._looked = True
         return self._error
 
     def result(self) -> Any:
@@ -427,6 +431,8 @@ class History:
         self._average = first_of("ref")
         self.ahead = 0
         """Calls that ran before the step before had ended."""
+        self.loaded = set[int]()
+        """The steps whose data was read."""
         self.fails_in: int | None = None
         """The step in which the call that runs ahead fails."""
 
@@ -526,6 +532,8 @@ class History:
             self._die(rank, worker=dies)
         if name in ("restore", "checkpoint", "save", "evaluate"):
             self.check_files()
+        if name == "load":
+            self.loaded.add(args[1])
         if name == "call":
             self.order = args[0]
             self.rank = rank if args[0].call == "train" else 0
@@ -580,6 +588,7 @@ class History:
         count = self.steps * self.how.epochs
         self.check_files()
         assert self.ahead >= count - 1
+        assert self.loaded == {*range(count)}
         steps = self.lines("steps.jsonl")
         assert [line["step"] for line in steps] == [*range(1, count + 1)]
         for number, line in enumerate(steps):
@@ -622,6 +631,8 @@ def in_one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     found = SimpleNamespace(peers=peers, role_group=lambda role: Group(Interface.trial))
     monkeypatch.setattr(model_worker, "init", lambda: found)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend: None)
+    # Calls end one at a time, those of the step ahead first.
+    monkeypatch.setattr(master, "wait", lambda refs: (refs[-1:], refs[:-1]))
     # Losses are known at once.
     monkeypatch.setattr(master, "LOSS_REPORT_TIMEOUT", 0.0)
     # Without CUDA torch keeps the stack of each seed.
@@ -678,4 +689,4 @@ def test_a_call_that_fails_ahead_ends_the_trial_after_the_step_before_and_its_ch
     assert [line["step"] for line in history.lines("steps.jsonl")] == [1, 2, 3]
     assert Recovery(tmp_path).steps()[-1] == 3
     history.check_files()
-    assert history.ahead == 3
+    assert history.ahead >= 3
