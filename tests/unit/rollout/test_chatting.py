@@ -192,7 +192,7 @@ class Episode:
 
 
 def without_ids(messages: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """What makes messages the same."""
+    """The parts of messages that make them the same."""
     return [
         (each["role"], each["content"], [call["function"] for call in each.get("tool_calls", ())])
         for each in messages

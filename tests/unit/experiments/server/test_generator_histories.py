@@ -162,7 +162,7 @@ class Generators(RuleBasedStateMachine):
 
     @rule()
     def ask_in_vain(self) -> None:
-        """What nobody waits for any more is not done, nor what comes at the wrong time."""
+        """Nothing is done that nobody waits for any more, or that comes at the wrong time."""
         asked = [self.generator.pause(mode, clear_cache=True) for mode in ("abort", "wait")]
         asked += [self.generator.resume(), self.generator.begin_update(), self.generator.finish_update("3")]
         assert all(each.cancel() for each in asked)

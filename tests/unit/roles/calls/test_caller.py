@@ -612,7 +612,7 @@ class Growing(Elastic):
         self.at_boundary = False
         self.patience = 4
         self.soon = 0
-        """How often it goes on after its size was read."""
+        """The number of times that it goes on after its size was read."""
 
     def go_on(self) -> None:
         """The next view: it wants to grow, begins that at a boundary, forms a generation of one more rank, and runs."""
