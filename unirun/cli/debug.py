@@ -8,11 +8,9 @@ import sys
 import time
 from typing import Any
 
-from unirun.cli.inject import ranks_of
-from unirun.cli.stored import find_here, refuse_elsewhere
-from unirun.errors import JobError, RendezvousError, StoreError, UsageError, WireError
+from unirun.cli.inject import one_rank
+from unirun.errors import JobError, RendezvousError, StoreError, WireError
 from unirun.launcher.foreground.terminal import say, warn
-from unirun.observe.status import ENDED, read_status
 from unirun.rendezvous.masters import call_master
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Attach, Debug, DebugInput
@@ -27,18 +25,10 @@ NATIVE_NOTICE_DELAY = 2.0
 
 def main(options: Any) -> int:
     """Debug a rank. Returns 0 when the user has left, 1 when the rank has ended. Raises `JobError`, `UsageError`."""
-    job = find_here(options.store, options.job, "debug")
-    status = read_status(job)
-    if status.phase in ENDED:
-        raise JobError(f"job {job.run_id} has ended", "its ranks cannot be debugged any more")
-    ranks = ranks_of(options.who, status)
-    if len(ranks) != 1:
-        raise UsageError(f"{options.who} names {len(ranks)} ranks", f"name one: {ranks[0][0]}:0")
-    refuse_elsewhere(job, "debug")
+    job, role, rank = one_rank(options, "debug")
     with contextlib.suppress(ImportError):
         # Editing and history for `input`.
         import readline  # noqa: F401
-    (role, rank) = ranks[0]
     try:
         with call_master(job) as master:
             master.send(Attach())

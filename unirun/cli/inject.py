@@ -136,3 +136,16 @@ def ranks_of(who: str, status: JobStatus) -> list[tuple[str, int]]:
     if not low <= high <= last:
         raise UsageError(f"{who!r:.80} names ranks that are not there", f"{name} has ranks 0 to {last}")
     return [(name, rank) for rank in range(low, high + 1)]
+
+
+def one_rank(options: Any, command: str) -> tuple[JobDir, str, int]:
+    """The job and the only rank that the `options` of `command` name. Raises `JobError`, `UsageError`."""
+    job = find_here(options.store, options.job, command)
+    status = read_status(job)
+    if status.phase in ENDED:
+        raise JobError(f"job {job.run_id} has ended", "it has no ranks any more")
+    ranks = ranks_of(options.who, status)
+    if len(ranks) != 1:
+        raise UsageError(f"{options.who} names {len(ranks)} ranks", f"name one: {ranks[0][0]}:0")
+    refuse_elsewhere(job, command)
+    return job, *ranks[0]

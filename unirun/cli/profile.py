@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from unirun import atomic
-from unirun.cli.inject import ranks_of
-from unirun.cli.stored import find_here, refuse_elsewhere
+from unirun.cli.inject import one_rank
 from unirun.errors import JobError, RendezvousError, StoreError, UsageError, WireError
 from unirun.launcher.foreground.terminal import say, warn
 from unirun.observe.flame import svg
 from unirun.observe.jobdir import JobDir
-from unirun.observe.status import ENDED, read_status
 from unirun.rendezvous.masters import call_master
 from unirun.wire.messages import Attach, Profile
 from unirun.wire.reports import Profiled, TracePart
@@ -32,15 +30,7 @@ def main(options: Any) -> int:
     """Profile a rank. Returns 0. Raises `JobError`, `UsageError`."""
     if not 0 < options.seconds <= LONGEST_SECONDS:
         raise UsageError(f"--seconds {options.seconds:g}", f"give more than 0, {LONGEST_SECONDS:g} at most")
-    job = find_here(options.store, options.job, "profile")
-    status = read_status(job)
-    if status.phase in ENDED:
-        raise JobError(f"job {job.run_id} has ended", "its ranks cannot be profiled any more")
-    ranks = ranks_of(options.who, status)
-    if len(ranks) != 1:
-        raise UsageError(f"{options.who} names {len(ranks)} ranks", f"name one: {ranks[0][0]}:0")
-    refuse_elsewhere(job, "profile")
-    (role, rank) = ranks[0]
+    job, role, rank = one_rank(options, "profile")
     folder = Path(options.output or f"profile-{role}-{rank}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
