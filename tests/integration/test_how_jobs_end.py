@@ -87,7 +87,8 @@ class TestTheRootCause:
         assert cause[0].startswith("root cause: actor:1 on ")
         assert ": exit code 1 (the " in cause[0]
         assert "ValueError: the cause" in cause
-        assert any(line.startswith('File "') and "train.py" in line for line in cause)
+        assert "its traceback is above" in cause
+        assert any('File "' in line and "train.py" in line for line in result.err.splitlines())
         assert not any("unirun/launcher" in line for line in cause), (
             "frames of unirun are no news to the user"
         )
