@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -43,7 +43,7 @@ from unirun.wire.handshake import Token
 from unirun.wire.reports import CallCount, Calls
 
 
-class FakePeers:
+class FakePeers(Peers):
     """A directory that the test writes. Those who look at it are told of each change."""
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ def trainer_main(
     peers = FakePeers()
     peers.put(*known)
     transport = open_transport(kind, me, folder, token)
-    caller = Caller(me, cast(Peers, peers), transport, call_timeout=WAIT_TIMEOUT)
+    caller = Caller(me, peers, transport, call_timeout=WAIT_TIMEOUT)
     script(role_group(caller, known[0].address.role, len(known)), control)
     caller.close()
     transport.close()
@@ -375,7 +375,7 @@ class Cluster:
         self.told: list[Calls] = []
         self.caller = Caller(
             self.me,
-            cast(Peers, self.peers),
+            self.peers,
             self.transport,
             call_timeout=2 * WAIT_TIMEOUT,
             tell=self.told.append,
