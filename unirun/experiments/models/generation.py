@@ -136,9 +136,15 @@ class Slots:
         """True if there are sequences to continue."""
         return bool(self._waiting) or any(self._rows)
 
+    @property
+    def resting(self) -> bool:
+        """True if there are keys and values of sequences that have all their tokens."""
+        return bool(self._rests)
+
     def add(self, continuation: Continuation) -> None:
         """Continue this sequence when there is a slot. It goes on where it was interrupted."""
-        self._waiting.append(continuation)
+        if not self._goes_on(continuation):
+            self._waiting.append(continuation)
 
     def remove(self, continuation: Continuation) -> None:
         """Interrupt one sequence, for good."""
@@ -161,7 +167,6 @@ class Slots:
     @torch.no_grad()
     def step(self) -> list[Continuation]:
         """Let sequences join, and draw one token of each other one. Returns those that are finished."""
-        self._go_on()
         running = [row for row in self._rows if row is not None]
         if running:
             self._decode_step()
@@ -173,20 +178,20 @@ class Slots:
         self._shrink()
         return [row for row in (*running, *joining) if row.finished]
 
-    def _go_on(self) -> None:
-        """Give sequences that wait the rows in which they have ended before."""
-        if not self._rests:
-            return
-        left = deque[Continuation]()
-        for row in self._waiting:
-            rest = None if row.finished else self._rests.pop(tuple(row.sequence().tolist()), None)
-            if rest is None or rest.version != self.version:
-                left.append(row)
-                continue
-            if age := self._steps - rest.step:
-                self._cache.shift(rest.place, rest.length, age)
-            self._rows[rest.place] = row
-        self._waiting = left
+    def _goes_on(self, row: Continuation) -> bool:
+        """Give a sequence the row in which it has ended before, if that is still there."""
+        rest = self._rests.pop(tuple(row.sequence().tolist()), None) if self._rests and not row.finished else None
+        if rest is None or rest.version != self.version:
+            return False
+        if age := self._steps - rest.step:
+            self._cache.shift(rest.place, rest.length, age)
+        self._rows[rest.place] = row
+        return True
+
+    def forget(self) -> None:
+        """Drop the keys and values of sequences that have all their tokens."""
+        self._rests.clear()
+        self._shrink()
 
     def _leave(self) -> None:
         """Free the rows of sequences that are finished."""

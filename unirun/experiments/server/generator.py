@@ -25,6 +25,9 @@ T = TypeVar("T")
 DEFAULT = "default"
 """The label of the weights that the server was started with, as vLLM has it."""
 
+IDLE_SECONDS = 1.0
+"""Seconds without a request after which a server that has nothing to do drops what ended sequences have left."""
+
 PauseMode = Literal["abort", "wait", "keep"]
 
 NAMES = "publish the tensors under the names, and of the shapes, of the model's checkpoint"
@@ -208,9 +211,9 @@ class Generator:
         def finish() -> None:
             self._expect_update(begun=True)
             self._updating = False
-            if label is not None:
-                self._labels.append(label)
-                self._slots.version = len(self._labels) - 1
+            # Another version also without a label: nothing goes on from what the one before has computed.
+            self._labels.append(self.label if label is None else label)
+            self._slots.version = len(self._labels) - 1
 
         return self._do(finish)
 
@@ -257,14 +260,16 @@ class Generator:
         works = self._slots.busy and self._pause in (None, "wait")
         try:
             while True:
-                self._inbox.get(block=not works)()
+                self._inbox.get(block=not works, timeout=IDLE_SECONDS if self._slots.resting else None)()
                 works = True
         except Empty:
-            pass
+            if not works:
+                self._slots.forget()
         if self._pause in (None, "wait") and self._slots.busy:
             for sequence in self._slots.step():
                 self._end(sequence, "stop" if sequence.ended else "length")
         if self._drained and not self._slots.busy:
+            self._slots.clear()
             drained, self._drained = self._drained, []
             for paused in drained:
                 paused.set_result(None)
