@@ -63,11 +63,6 @@ CASES: tuple[Case, ...] = (
     ("a rank that waits in a generation that is over", replace(ENDED, stale=True), {}),
     ("a rank whose port another process has", replace(ENDED, taken=True), {}),
     ("a node", NODE, {}),
-    (
-        "a node, when the role may have fewer ranks and there is no other place for these",
-        replace(NODE, placeless=True),
-        {},
-    ),
     ("nothing: a node is drained", replace(NODE, what="node n1 is drained", asked=True), {}),
     (
         "the rendezvous store, before all have met",
@@ -99,10 +94,6 @@ def words(decision: Decision, loss: Loss, kind: str) -> str:
     """The ranks or roles that restart, in words."""
     others = "" if kind == "service" else "; the others keep their memory"
     where = " elsewhere" if loss.elsewhere else ""
-    if loss.placeless and decision.action == "restart_role":
-        return "all ranks that there is room for"
-    if loss.placeless:
-        return "no rank: the others keep their memory and go on"
     code = f"exit code {decision.code}" if decision.code else "the exit code of the root cause"
     text = {
         "restart_job": "all roles",
@@ -132,7 +123,6 @@ def applies(case: Case) -> tuple[str, ...]:
         if not (kind == "service" and (not loss.ranks or loss.stale or "rank" in budgets))
         and not (kind == "scripts" and loss.stale)
         and not (kind != "service" and loss.taken)
-        and not (kind == "service" and loss.placeless)
     )
 
 
@@ -141,7 +131,7 @@ def table() -> str:
     lines = ["| what fails | scripts | workloads | services | reason |", "| --- " * 5 + "|"]
     for case in CASES:
         kinds = applies(case)
-        lines.append(row(case, kinds, "workload" if case[1].placeless else kinds[0]))
+        lines.append(row(case, kinds, kinds[0]))
     lines += [row(case, (), "trainer") for case in NOT_RECOVERABLE]
     return "\n".join(lines)
 
@@ -160,7 +150,7 @@ ROWS: Mapping[Outcome, Case] = {
     "stale": CASES[9],
     "port": CASES[10],
     "node": CASES[11],
-    "store": CASES[14],
+    "store": CASES[13],
     "trainer": NOT_RECOVERABLE[0],
 }
 

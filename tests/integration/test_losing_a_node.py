@@ -357,11 +357,11 @@ class TestANodeOfSeveral:
         assert job.end().code == 0
 
     @pytest.mark.chaos
-    def test_elastic_workloads_keep_their_processes_when_a_node_is_lost_and_when_it_comes_again(
+    def test_a_node_that_comes_again_makes_elastic_workloads_more_between_two_calls(
         self, unirun: Unirun, script: Script
     ) -> None:
         """
-        1. Four workloads run on two nodes. One is lost: the other two keep their processes, and calls go to them.
+        1. Four workloads run on two nodes. One is lost, and the role starts again with two ranks, to which calls go.
         2. The node joins again: two ranks come between two calls, with the state of the others, which keep their
            processes. No call is lost for that, and all ranks are told the generation.
         """
@@ -370,11 +370,9 @@ class TestANodeOfSeveral:
         config = unirun.root / "job.json"
         config.write_text(json.dumps({"trainer": "growing:Asker", "roles": {"actor": actor}}))
         job = unirun.start("--config", config, "--inventory", "fake:nodes=2,devices=2")
-        (every,) = (json.loads(text) for text in job.lines(r"rows 4 (.*)"))
+        job.lines(r"rows 4 (.*)")
         os.kill(agents(unirun, "node1")[0], signal.SIGKILL)
         (few,) = (json.loads(text) for text in job.lines(r"rows 2 (.*)"))
-        assert [row[0] for row in few] == [row[0] for row in every[:2]]
-        assert {tuple(row[2:]) for row in few} == {(2, 2, 1)}
         name = unirun.status()["run_id"]
         assert unirun("agent", "join", name, "--node-name", "node1").code == 0
         *_, rows = (json.loads(text) for text in job.lines(r"rows 4 (.*)", 2))
@@ -387,20 +385,18 @@ class TestANodeOfSeveral:
         assert "actor grows from 2 to 4 ranks, and those that it has keep their memory" in end.err
         assert {role["name"]: role["restarts"] for role in unirun.status()["roles"]}["actor"] == 1
 
-    def test_resilient_ranks_keep_their_processes_when_a_node_is_lost_for_good_and_when_it_comes_again(
+    def test_a_lost_node_that_comes_again_makes_resilient_ranks_more_and_they_keep_their_processes(
         self, unirun: Unirun, script: Script
     ) -> None:
         """
-        1. Four resilient ranks run on two nodes. The first one is lost: ranks 2 and 3 go on as ranks 0 and 1, in their
-           processes, from the step that they have saved.
+        1. Four resilient ranks run on two nodes. One is lost, and two ranks start again on the other node.
         2. The node joins again: two ranks come and take the step of the others, which keep their processes.
         """
         options = job_file(unirun, script(SURVIVING), nodes=2, spares=0, actor='count: "2:4"')
         job = unirun.start(*options)
-        first = dict(line.split() for line in job.lines(r"begin 4 (\d \d+) 0$", 4))
+        job.lines(r"begin 4 (\d) \d+ 0$", 4)
         os.kill(agents(unirun, "node0")[0], signal.SIGKILL)
-        fewer = dict(line.split()[:2] for line in job.lines(r"begin 2 (\d \d+ [1-9]\d*)$", 2))
-        assert fewer == {"0": first["2"], "1": first["3"]}
+        before = {*job.lines(r"begin 2 \d (\d+) 0$", 2)}
         # A node that comes before they are in the function makes them start again.
         eventually(lambda: unirun.status()["roles"][0]["phase"] == "running", "two ranks run")
         name = unirun.status()["run_id"]
@@ -412,8 +408,7 @@ class TestANodeOfSeveral:
         assert end.code == 0, end.err
         ends = [line.split() for line in job.lines(r"end (\d 4 \d+ \d+)$", 4)]
         assert len({step for *_, step in ends}) == 1
-        assert {rank: pid for rank, _, pid, _ in ends if rank in "23"} == {rank: first[rank] for rank in "23"}
-        assert "actor goes on with 2 of 4 ranks" in end.err
+        assert before < {pid for _, _, pid, _ in ends}
         assert "actor grows from 2 to 4 ranks, and those that it has keep their memory" in end.err
 
     def test_a_lost_node_stays_lost_for_the_next_master(self, unirun: Unirun, script: Script) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from unirun.failover.draft import JobDraft
-from unirun.failover.state import Commits, JobState, PendingCommit, RolePhase, RoleState
+from unirun.failover.state import Commits, JobState, PendingCommit, RolePhase
 from unirun.values import WorkerId
 from unirun.wire.reports import CommitJob, MasterReply
 
@@ -66,21 +66,10 @@ def with_commit(state: JobState, who: WorkerId, step: int, roles: Sequence[str])
     ranks = steps.setdefault(step, {})
     committed = ranks.get(who.role, ())
     ranks[who.role] = committed if who.rank in committed else (*committed, who.rank)
-    if all(_all_have(state.roles[name], ranks.get(name, ())) for name in before.roles):
+    if all(len(ranks.get(name, ())) == len(state.roles[name].workers) for name in before.roles):
         before = replace(before, step=step)
     later = (PendingCommit(each, steps[each]) for each in sorted(steps) if each > before.step)
     return replace(before, pending=(*later,)[-MAX_PENDING:])
-
-
-def _all_have(role: RoleState, committed: Sequence[int]) -> bool:
-    """Return True if every rank that the job does not go on without has committed."""
-    if len(committed) == len(role.workers):
-        return True
-    # In a large role, each rank is looked at only when those that are left may be given up.
-    ended = sum(count for (_, _, well), count in role.workers.counts.items() if well)
-    if len(committed) + ended < len(role.workers):
-        return False
-    return role.given_up.union(committed) >= {*range(len(role.workers))}
 
 
 def without_pending(commits: Commits, role: str) -> Commits:

@@ -15,7 +15,6 @@ from unirun.errors import IllegalTransition
 from unirun.failover.diagnosis import record_of
 from unirun.failover.phases import PhaseEvent, is_allowed
 from unirun.failover.state import (
-    NEVER,
     Failure,
     JobState,
     RoleState,
@@ -106,16 +105,15 @@ def endpoints_of(state: JobState) -> Mapping[str, str]:
 
 
 def endpoint(state: JobState, role: str) -> str:
-    """The address of the role's store: at the node of its first rank. Empty when that node is not there, and for a role
+    """The address of the role's store: at the node of its rank 0. Empty when that node is not there, and for a role
     of programs, which has none."""
     agent = state.agents.get(leader(state, role))
     return agent.endpoints.get(role, "") if agent else ""
 
 
 def leader(state: JobState, role: str) -> str:
-    """The node of the role's rank 0, or of the first one that the job does not go on without."""
-    first = next((worker.rank for worker in state.roles[role].workers if worker.due != NEVER), 0)
-    return state.placement.of_role(role)[first].node
+    """The node of the role's rank 0."""
+    return state.placement.of_role(role)[0].node
 
 
 def _role_view(role: RoleState, endpoint: str, workers: Iterable[WorkerState]) -> RoleView:
@@ -136,8 +134,6 @@ def _seen(worker: WorkerState) -> tuple[int, str, dict[str, str], RankAddress | 
 
 
 def _phase(worker: WorkerState) -> str:
-    if worker.due == NEVER:
-        return "gone"
     match worker.phase:
         case WorkerPhase.RUNNING | WorkerPhase.SERVING:
             return worker.phase.value

@@ -179,19 +179,11 @@ def places_of(state: JobState) -> dict[str, tuple[RankAddress, ...]]:
     return found
 
 
-def _numbers(role: RoleState) -> dict[int, int]:
-    """By rank, its number in the process group: its place among those that the job does not go on without."""
-    there = (worker.rank for worker in role.workers if worker.due != NEVER)
-    return {rank: number for number, rank in enumerate(there)}
-
-
 def _start(draft: JobDraft, name: str, ranks: Collection[int]) -> None:
     role = draft.role(name)
-    numbers = _numbers(role)
     nodes: dict[str, list[Assignment]] = {}
     for place in draft.state.placement.of_role(name):
-        if role.is_program or place.rank in numbers:
-            nodes.setdefault(place.node, []).append(place)
+        nodes.setdefault(place.node, []).append(place)
     address, wanted = endpoint(draft.state, name), frozenset(ranks)
     addresses = places_of(draft.state)
     for group_rank, (node, here) in enumerate(nodes.items()):
@@ -203,7 +195,6 @@ def _start(draft: JobDraft, name: str, ranks: Collection[int]) -> None:
                 place.devices,
                 place.cpus,
                 place.share,
-                number=None if numbers.get(place.rank, place.rank) == place.rank else numbers[place.rank],
             )
             for place in here
             if place.rank in wanted
@@ -214,7 +205,7 @@ def _start(draft: JobDraft, name: str, ranks: Collection[int]) -> None:
             role=name,
             generation=role.opened,
             restarts=role.restarts + draft.state.restarts,
-            world_size=len(role.workers) if role.is_program else len(numbers),
+            world_size=len(role.workers),
             local_world_size=len(here),
             group_rank=group_rank,
             group_world_size=len(nodes),

@@ -86,10 +86,10 @@ def why_all_restart(
         # The role has ended, or all of its workers were told to end.
         return ""
     old, new = before.of_role(role.name), after.of_role(role.name)
+    if len(new) > len(old) and not boundary:
+        return f"{role.name} grows from {len(old)} to {len(new)} ranks"
     if len(new) < len(old):
         return f"{role.name} has room for {len(new)} of {len(old)} ranks"
-    if (growth := _growth(role, before, after)) and not boundary:
-        return growth
     moving = [
         w.rank
         for w in role.live
@@ -97,14 +97,6 @@ def why_all_restart(
         if w.node not in gone and _is_at(w, old[w.rank]) and not _is_at(w, new[w.rank])
     ]
     return f"{role.name}:{show_ranks(moving)} make room for others" if moving else ""
-
-
-def _growth(role: RoleState, before: Placement, after: Placement) -> str:
-    """The growth of a role in words; empty if it does not grow. Ranks that it has gone on without come first."""
-    old, new = before.of_role(role.name), after.of_role(role.name)
-    given_up = () if role.is_program else role.given_up
-    more = len(new) - len(old) + sum(new[rank].node != old[rank].node for rank in given_up if rank < len(new))
-    return f"{role.name} grows from {role.size} to {role.size + more} ranks" if more > 0 else ""
 
 
 def _is_at(worker: WorkerState, place: Assignment) -> bool:
@@ -202,7 +194,7 @@ def _placed(
         if role.phase not in ROLE_ENDS and not _is_given_up(state, role)
     }
     for place in leaving:
-        places[place.role][place.rank] = replace(places[place.role][place.rank], node="")
+        places[place.role][place.rank] = replace(place, node="")
     names = [name for name, found in places.items() if found]
     roles = tuple(_as_it_is(state, state.role_spec(name), len(places[name])) for name in names)
     roles = tuple(
@@ -231,7 +223,7 @@ def _placed(
     )
     return replace(
         found,
-        assignments=tuple(_kept(state, found, places, {*gone, *state.placement.lost, *aside})),
+        assignments=tuple(_kept(state, found, places)),
         excluded=state.placement.excluded,
         lost=tuple(name for name in found.lost if name in gone or name in state.placement.lost),
     )
@@ -269,11 +261,9 @@ def _may_shrink(state: JobState, spec: RoleSpec) -> bool:
 
 def _numbered(state: JobState, role: RoleState, gone: Collection[str]) -> dict[int, Assignment]:
     """The places of a role by rank, with the numbers 0..n-1: those of all ranks but the ones that are given up and were
-    on the nodes `gone`, and those that are one server with them. An optional role that may shrink has the numbers that
-    it has."""
+    on the nodes `gone`, and those that are one server with them. A role that may shrink has the numbers that it has."""
     spec, places = state.role_spec(role.name), state.placement.of_role(role.name)
-    whole = spec.optional and _may_shrink(state, spec)
-    given_up = frozenset[int]() if whole else role.given_up
+    given_up = role.given_up if spec.optional and not _may_shrink(state, spec) else frozenset[int]()
     lost = [place.rank for place in places if place.rank in given_up and place.node in gone]
     out = {member for rank in lost for member in spec.members(rank)}
     left = [place for place in places if place.rank not in out]
@@ -292,10 +282,7 @@ def _as_it_is(state: JobState, role: RoleSpec, count: int) -> RoleSpec:
 
 
 def _kept(
-    state: JobState,
-    found: Placement,
-    numbered: Mapping[str, Mapping[int, Assignment]],
-    gone: Collection[str],
+    state: JobState, found: Placement, numbered: Mapping[str, Mapping[int, Assignment]]
 ) -> list[Assignment]:
     """The assignments of `found`, with the numbers that the ranks have; those before for all that it leaves out.
 
@@ -303,62 +290,19 @@ def _kept(
     """
     places: list[Assignment] = []
     for role in state.roles.values():
-        before, numbers = state.placement.of_role(role.name), [*numbered.get(role.name, ())]
+        before, numbers = state.placement.of_role(role.name), numbered.get(role.name, {})
         there = found.of_role(role.name) if numbers else ()
-        if len(there) >= len(numbers):
-            if len(there) > len(numbers):
-                # More ranks come where the role goes on without some, and then behind the last one.
-                holes = sorted({*range(len(before))} - {*numbers})
-                numbers += [*holes, *range(len(before), len(before) + len(there))]
-            moved = dict(zip(numbers, there, strict=False))
-        elif (some := _fewer(state, role, numbers, there, gone)) is not None:
-            moved = some
-        else:
-            # All of its ranks start again, with new numbers.
-            places += there
-            continue
-        for rank in range(max(len(before), max(moved, default=-1) + 1)):
-            old = before[rank] if rank < len(before) else None
-            new = moved.get(rank, old)
-            if new is not None:
-                new = new if new.rank == rank else replace(new, rank=rank)
-                places.append(old if old is not None and old == new else new)
+        moved = {
+            rank: place if place.rank == rank else replace(place, rank=rank)
+            for rank, place in zip(numbers, there, strict=False)
+        }
+        for old in before:
+            if old.rank in moved:
+                places.append(old if moved[old.rank] == old else moved[old.rank])
+            elif old.rank not in numbers:
+                places.append(old)
+        places += there[len(numbers) :]
     return places
-
-
-def _fewer(
-    state: JobState,
-    role: RoleState,
-    ranks: Sequence[int],
-    there: Sequence[Assignment],
-    gone: Collection[str],
-) -> dict[int, Assignment] | None:
-    """By rank, the places of a role that has fewer of them than ranks, and goes on without the others: the planner has
-    given the numbers of lost ranks to others. None if it does not go on so, or a rank that could stay has to move."""
-    if not keeps_its_ranks(state, role):
-        return None
-    free: dict[tuple[str, tuple[str, ...]], list[Assignment]] = {}
-    for place in there:
-        free.setdefault((place.node, place.own), []).append(place)
-    before, found, lost = state.placement.of_role(role.name), dict[int, Assignment](), list[int]()
-    for rank in ranks:
-        same = free.get((before[rank].node, before[rank].own))
-        if same:
-            found[rank] = same.pop(0)
-        elif before[rank].node in gone:
-            lost.append(rank)
-        else:
-            return None
-    left = [place for places in free.values() for place in places]
-    return found | dict(zip(lost, left, strict=False))
-
-
-def keeps_its_ranks(state: JobState, role: RoleState) -> bool:
-    """Return True if the ranks of a role keep their memory when there are more or fewer of them: those in a function
-    that survives, and elastic workloads of a trainer."""
-    trainer = any(each.kind == "trainer" and each.phase not in ROLE_ENDS for each in state.roles.values())
-    elastic = role.kind == "workload" and state.role_spec(role.name).elastic
-    return role.phase in ROLE_WORKS and (role.survives or (trainer and elastic))
 
 
 class Cause(Value):
@@ -388,14 +332,13 @@ def named(nodes: Sequence[str]) -> str:
 
 class Relocation(Value):
     """A new placement, what each role with a decision does, and why `whole` roles restart. `told` is for people, and
-    `missing` are the ranks that have to start elsewhere. Roles go on without the ranks that are `placeless`."""
+    `missing` are the ranks that have to start elsewhere."""
 
     placement: Placement
     decisions: Mapping[str, Decision]
     whole: Mapping[str, str]
     told: tuple[tuple[str, str], ...]
     missing: tuple[str, ...]
-    placeless: Mapping[str, tuple[int, ...]]
 
 
 def end_of(decisions: Mapping[str, Decision]) -> Decision | None:
@@ -426,51 +369,30 @@ def relocation_to(
 ) -> Relocation:
     """The consequences of the new `placement`, given the `decisions` about roles with ranks that are `missing`."""
     decisions = dict(decisions)
-    lost = {name: ranks_of(name, missing) for name in decisions}
     whole = {
         role.name: why_all_restart(role, before.placement, placement, cause.gone, boundary=cause.boundary)
         for role in state.roles.values()
     }
-    placeless = {name: _placeless(state, role, placement) for name, role in state.roles.items()}
-    for name, gone in lost.items():
-        if gone and {*gone} <= {*placeless[name]}:
-            decisions[name] = _decide_missing(before, state, name, gone, cause, placeless=True)
     told = [(name, decision.reason) for name, decision in decisions.items()]
     told += [(name, f"{whole[name]}, so all of them start again") for name in decisions if whole[name]]
-    told += [
-        (name, f"{name} goes on with {role.size - len(placeless[name])} of {role.size} ranks")
-        for name, role in state.roles.items()
-        if placeless[name]
-    ]
-    grows = {name: _growth(role, before.placement, placement) for name, role in state.roles.items()}
     for name, why in whole.items():
         if why and name not in decisions:
             ranks = range(len(state.roles[name].workers))
             because = replace(cause, reason=f"{cause.reason}; {why}")
             decisions[name] = _decide(state, name, ranks, because, together=True)
             told.append((name, decisions[name].reason))
-        elif name not in decisions and grows[name] and state.roles[name].phase in ROLE_WORKS:
-            more = f"{grows[name]}, and those that it has keep their memory"
+        elif name not in decisions and (more := _grows_in_place(state.roles[name], placement)):
             decisions[name] = Decision("restart_worker", f"{cause.reason}; {more}", free=True)
             told.append((name, decisions[name].reason))
-    return Relocation(placement, decisions, whole, tuple(told), missing, placeless)
+    return Relocation(placement, decisions, whole, tuple(told), missing)
 
 
-def _placeless(state: JobState, role: RoleState, placement: Placement) -> tuple[int, ...]:
-    """The ranks that a role goes on without from now on: they are on nodes that are gone, or leave."""
-    places, gone = placement.of_role(role.name), {*placement.lost, *state.draining}
-    if not keeps_its_ranks(state, role) or len(places) < len(role.workers):
-        return ()
-    return tuple(
-        worker.rank
-        for worker, place in zip(role.workers, places, strict=False)
-        if place.node in gone and worker.due != NEVER and not worker.ended_well
-    )
-
-
-def ranks_of(name: str, missing: Sequence[str]) -> list[int]:
-    """Those of the role `name`."""
-    return [int(who.rpartition(":")[2]) for who in missing if who.rpartition(":")[0] == name]
+def _grows_in_place(role: RoleState, placement: Placement) -> str:
+    """The growth of a role whose ranks keep their memory, in words; empty if it does not grow."""
+    old, new = len(role.workers), len(placement.of_role(role.name))
+    if not (role.phase in ROLE_WORKS and new > old):
+        return ""
+    return f"{role.name} grows from {old} to {new} ranks, and those that it has keep their memory"
 
 
 def relocate(draft: JobDraft, before: JobState, cause: Cause, found: Relocation) -> None:
@@ -486,7 +408,7 @@ def relocate(draft: JobDraft, before: JobState, cause: Cause, found: Relocation)
         draft.record("affected", waits)
     for name in draft.state.roles:
         # A role that grows is about to form its next generation, and starts the new ranks with that.
-        draft.put(_resized(draft.state, draft.role(name), found.placeless[name]))
+        draft.put(_grown(draft.role(name), found.placement))
     job = [name for name, decision in decisions.items() if decision.action == "restart_job"]
     works = {name for name, role in draft.state.roles.items() if role.phase in ROLE_WORKS}
     if job:
@@ -501,7 +423,7 @@ def relocate(draft: JobDraft, before: JobState, cause: Cause, found: Relocation)
             restart(draft, name, replace(decisions[name], action=action))
         else:
             _go_on_without_decision(draft, before, name)
-        _let_go(draft, name, found.placeless[name])
+        _let_go(draft, name)
 
 
 def restart_job(draft: JobDraft) -> None:
@@ -629,17 +551,13 @@ def _loses_its_store(before: JobState, role: RoleState, gone: Collection[str]) -
     workers restart alone, they do not need it (as in `worker_failure.store_ended`)."""
     if role.is_program or leader(before, role.name) not in gone:
         return False
-    return bool(role.living) and not (role.restart == "process" and role.partly_done)
+    return bool(role.living) and not (
+        role.restart == "process" and any(worker.ended_well for worker in role.workers)
+    )
 
 
 def _decide_missing(
-    before: JobState,
-    state: JobState,
-    name: str,
-    ranks: Sequence[int],
-    cause: Cause,
-    *,
-    placeless: bool = False,
+    before: JobState, state: JobState, name: str, ranks: Sequence[int], cause: Cause
 ) -> Decision:
     """The decision about ranks that have to start elsewhere. A program that did not run there has lost nothing, and
     moves at no cost."""
@@ -648,7 +566,7 @@ def _decide_missing(
         lost = [rank for rank in ranks if role.workers[rank].live and role.workers[rank].node in cause.gone]
     if not lost:
         return _decide(state, name, ranks, replace(cause, asked=True), elsewhere=True)
-    return _decide(state, name, lost, cause, elsewhere=True, placeless=placeless)
+    return _decide(state, name, lost, cause, elsewhere=True)
 
 
 def _decide(
@@ -658,7 +576,6 @@ def _decide(
     cause: Cause,
     *,
     elsewhere: bool = False,
-    placeless: bool = False,
     together: bool = False,
 ) -> Decision:
     """The decision when `ranks` of a role are lost or have to leave. They are recoverable when all have said so."""
@@ -671,7 +588,6 @@ def _decide(
         show_ranks(ranks),
         recoverable,
         elsewhere=elsewhere,
-        placeless=placeless,
         together=together,
         asked=cause.asked,
         leaving=sum(role.workers[rank].live for rank in ranks),
@@ -679,30 +595,21 @@ def _decide(
     return decide_in(state, loss, cause.time, ranks)
 
 
-def _resized(state: JobState, role: RoleState, placeless: Collection[int]) -> RoleState:
-    """The role with workers for all of its places, and without those that are `placeless`."""
-    places = state.placement.of_role(role.name)
-    for rank in placeless:
-        role = role.with_worker(replace(role.workers[rank], due=NEVER, resilient=None))
-    if not state.role_spec(role.name).optional:
-        gone = {*state.placement.lost, *state.draining}
-        for rank in sorted(role.given_up):
-            if rank < len(places) and places[rank].node not in gone:
-                role = role.with_worker(replace(role.workers[rank], due=0.0))
-    more = places[len(role.workers) :]
+def _grown(role: RoleState, placement: Placement) -> RoleState:
+    """The role with workers for all of its places."""
+    more = placement.of_role(role.name)[len(role.workers) :]
     if not more:
         return role
     workers = (WorkerState(place.rank, place.node, own=place.own) for place in more)
     return replace(role, workers=Ranks((*role.workers, *workers)))
 
 
-def _let_go(draft: JobDraft, name: str, placeless: Collection[int]) -> None:
-    """Order the end of workers whose ranks go elsewhere, or are `placeless`, while their role lives on."""
+def _let_go(draft: JobDraft, name: str) -> None:
+    """Order the end of workers whose ranks go elsewhere while their role lives on."""
     role = draft.state.roles[name]
     if role.phase not in ROLE_WORKS:
         return
     leaving = {worker.rank for worker in role.live if draft.state.misplaced(role, worker)}
-    leaving.update(placeless)
     draft.stop(name, signal.SIGTERM, draft.state.spec.shutdown_timeout, ranks=leaving)
 
 

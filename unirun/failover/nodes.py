@@ -20,11 +20,9 @@ from unirun.failover.moving import (
     begin,
     decide_missing,
     end_of,
-    keeps_its_ranks,
     named,
     place_without,
     placed_again,
-    ranks_of,
     relocate,
     relocation_to,
     without_room,
@@ -137,7 +135,7 @@ def _go_on(draft: JobDraft, before: JobState, cause: Cause, failures: Sequence[F
     missing, decisions = decide_missing(before, draft.state, cause)
     for name, decision in decisions.items():
         if decision.action == "end_job" and draft.state.role_spec(name).optional:
-            give_up(draft, name, ranks_of(name, missing), decision.reason)
+            give_up(draft, name, _ranks(missing, name), decision.reason)
     _, decisions = decide_missing(before, draft.state, cause)
     no_room: PlacementError | None = None
     if end_of(decisions) is None:
@@ -202,6 +200,11 @@ def _choices(optional: Sequence[str]) -> Iterator[Sequence[str]]:
     """Roles to give up: each alone, the last first; then ever more of the last ones."""
     yield from ((name,) for name in reversed(optional))
     yield from (optional[-count:] for count in range(2, len(optional) + 1))
+
+
+def _ranks(missing: Sequence[str], name: str) -> list[int]:
+    """Those of the role `name`."""
+    return [int(who.rpartition(":")[2]) for who in missing if who.rpartition(":")[0] == name]
 
 
 def _workers_on(state: JobState, node: str) -> list[str]:
@@ -372,8 +375,11 @@ def grow(draft: JobDraft) -> None:
     draft.put(replace(state, newcomers=tuple(node for node in state.newcomers if node not in come)))
     # Others call workloads by their number, which stays unless they are elastic.
     roles = [role for role in state.roles.values() if role.restart == "role"]
+    trainer = any(role.kind == "trainer" and role.phase not in ROLE_ENDS for role in state.roles.values())
     for role in state.roles.values():
-        grows = keeps_its_ranks(state, role) and (state.role_spec(role.name).most or 0) > role.size
+        spec = state.role_spec(role.name)
+        may = role.survives or (trainer and spec.elastic and role.phase is RolePhase.RUNNING)
+        grows = may and (spec.most or 0) > len(role.workers)
         if grows != role.grows:
             draft.put(replace(role, grows=grows))
             draft.tell_soon()
@@ -413,7 +419,7 @@ def _grow(draft: JobDraft, before: JobState, names: Sequence[str], cause: Cause)
         name: most
         for name in names
         if state.roles[name].phase is RolePhase.RUNNING
-        and (most := state.role_spec(name).most or 0) > state.roles[name].size
+        and (most := state.role_spec(name).most or 0) > len(state.roles[name].workers)
     }
     if not most:
         return
@@ -423,8 +429,7 @@ def _grow(draft: JobDraft, before: JobState, names: Sequence[str], cause: Cause)
         placement = placed_again(state, (), aside=idle[max(len(idle) - state.spec.spares, 0) :], most=most)
     except PlacementError:
         return
-    found = relocation_to(before, state, placement, cause, (), {})
-    if not any(name in found.decisions for name in most):
+    if all(len(placement.of_role(name)) == len(state.roles[name].workers) for name in most):
         return
-    relocate(draft, before, cause, found)
+    relocate(draft, before, cause, relocation_to(before, state, placement, cause, (), {}))
     draft.tell_now()

@@ -51,8 +51,7 @@ class Loss(Value):
     `first_start`: the rank was never restarted. `permanent`: its error would come again in every restart.
     `stale`: the worker had not begun to form the role's present generation; it was still in an earlier one, which
     another death had ended, or could not be woken in that.
-    `elsewhere`: the ranks go to other nodes. `placeless`: there is no other place for them, and the role goes on
-    without them. `together`: all ranks of the role have to restart, whatever its level is.
+    `elsewhere`: the ranks go to other nodes. `together`: all ranks of the role have to restart, whatever its level is.
     `fatal` is the exit code, if no restart follows it. `asked`: nothing has failed, somebody wants them to leave.
     `taken`: another process has its port, so that it cannot have started. `leaving`: so many of the ranks live still.
     """
@@ -65,7 +64,6 @@ class Loss(Value):
     permanent: bool = False
     stale: bool = False
     elsewhere: bool = False
-    placeless: bool = False
     together: bool = False
     fatal: int = 0
     asked: bool = False
@@ -126,8 +124,6 @@ def decide(
     manner = "elsewhere" if loss.elsewhere else "alone"
     if not role.grouped:
         return Decision("restart_worker", f"{restart}, {manner}")
-    if loss.placeless:
-        return Decision("restart_worker", f"{restart}: without {loss.who}, {_survivors(role, loss)}")
     return Decision("restart_worker", f"{restart}: {loss.who} {manner}, {_survivors(role, loss)}")
 
 
@@ -136,9 +132,6 @@ def _move(loss: Loss, role: RoleState) -> Decision:
     if not role.in_place or loss.together:
         others = f", with {loss.who} elsewhere" if loss.elsewhere else ""
         return Decision("restart_role", f"{loss.what}; role {loss.role} starts again{others}", free=True)
-    if loss.placeless:
-        reason = f"{loss.what}; without {loss.who}, {_survivors(role, loss)}"
-        return Decision("restart_worker", reason, free=True)
     others = f", {_survivors(role, loss)}" if role.grouped else ""
     return Decision("restart_worker", f"{loss.what}; {loss.who} moves{others}", free=True)
 

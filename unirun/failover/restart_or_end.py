@@ -251,7 +251,7 @@ def advance(draft: JobDraft, name: str) -> None:
     """Advance a role after a worker ended without a new failure."""
     role = draft.role(name)
     if role.phase in ROLE_WORKS:
-        if role.has_done_its_work and len(role.given_up) == len(role.workers):
+        if role.has_done_its_work and role.workers[0].due == NEVER:
             draft.put(replace(role, phase=RolePhase.FAILED), PhaseEvent.NONE_WANTED)
         elif role.has_done_its_work:
             draft.put(replace(role, phase=RolePhase.SUCCEEDED), PhaseEvent.ALL_SUCCEEDED)

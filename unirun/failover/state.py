@@ -429,18 +429,8 @@ class RoleState(Value):
 
     @property
     def given_up(self) -> frozenset[int]:
-        """The ranks that the job goes on without: of an optional service, or of a role that has become smaller."""
+        """The ranks that the job goes on without."""
         return frozenset(worker.rank for worker in self.workers if worker.due == NEVER)
-
-    @property
-    def size(self) -> int:
-        """The number of ranks that the job does not go on without."""
-        return len(self.workers) - len(self.given_up)
-
-    @property
-    def partly_done(self) -> bool:
-        """True if a rank has succeeded."""
-        return any(worker.ended_well and worker.due != NEVER for worker in self.workers)
 
     @property
     def serves(self) -> bool:

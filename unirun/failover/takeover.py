@@ -163,7 +163,7 @@ def _take_up_role(draft: JobDraft, name: str, event: Join) -> None:
     unsettle(draft, name)
     role = draft.role(name)
     if role.phase not in (RolePhase.RESTARTING, RolePhase.STOPPING):
-        living = [rank for rank in living if draft.state.has_to_leave(role, role.workers[rank])]
+        living = [rank for rank in living if draft.state.misplaced(role, role.workers[rank])]
     if role.phase not in ROLE_WORKS and role.living < before.living:
         advance(draft, name)
     if living:

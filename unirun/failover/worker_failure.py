@@ -39,7 +39,6 @@ from unirun.failover.restart_or_end import (
 )
 from unirun.failover.state import (
     CUT_SECONDS,
-    NEVER,
     ROLE_WORKS,
     Cut,
     Exit,
@@ -90,9 +89,8 @@ def exited(draft: JobDraft, event: WorkerExited) -> None:
     spec = draft.state.role_spec(name)
     needed = works and event.cause != "order" and (spec.service or _is_awaited(role, worker))
     end = Exit(event.code, event.signal, early=needed and event.code == 0)
-    # Its rank goes to another node, or the job goes on without it: it was told to end, whatever its own reason is.
-    left_out = worker.due == NEVER and not spec.optional
-    moves = works and (left_out or draft.state.misplaced(role, worker))
+    # Its rank goes to another node: it was told to end, whatever its own reason is.
+    moves = works and draft.state.misplaced(role, worker)
     regroups = spec.group is not None and event.cause == "order"
     if works and (moves or regroups) and end.ok and event.cause == "order":
         # A clean exit on request is not success.
@@ -378,7 +376,7 @@ def store_ended(draft: JobDraft, event: StoreEnded) -> None:
     )
     in_place = role.in_place and role.phase in ROLE_WORKS
     if in_place and role.phase is RolePhase.RUNNING:
-        if role.partly_done:
+        if any(worker.ended_well for worker in role.workers):
             return
         reason = (
             f"role {role.name} forms generation {role.generation + 1}, as its store is gone: {event.reason}"

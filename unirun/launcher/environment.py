@@ -235,16 +235,15 @@ def _of_torchrun(spec: JobSpec, order: StartRole, member: StartWorker, job: JobD
     """torchrun's variables of one worker."""
     addr, port = split_endpoint(order.endpoint)
     logs = job.worker_logs(WorkerId(order.role, member.rank, member.incarnation))
-    rank = member.rank if member.number is None else member.number
     return {
-        "RANK": str(rank),
+        "RANK": str(member.rank),
         "WORLD_SIZE": str(order.world_size),
         "LOCAL_RANK": "0" if spec.virtual_local_rank else str(member.local_rank),
         "LOCAL_WORLD_SIZE": str(order.local_world_size),
         "GROUP_RANK": str(order.group_rank),
         "GROUP_WORLD_SIZE": str(order.group_world_size),
         "ROLE_NAME": order.role,
-        "ROLE_RANK": str(rank),
+        "ROLE_RANK": str(member.rank),
         "ROLE_WORLD_SIZE": str(order.world_size),
         "MASTER_ADDR": addr,
         "MASTER_PORT": str(port),

@@ -55,7 +55,7 @@ class CallSession:
         self._peers, self._sockets = peers, sockets
         self.folder = Path(environ["UNIRUN_SOCKET"]).parent if "UNIRUN_SOCKET" in environ else None
         """The directory of this worker's job; None without a launcher."""
-        self.me = WorkerId(peers.role, peers.me, int(environ.get("UNIRUN_INCARNATION", "0")))
+        self.me = WorkerId(peers.role, peers.rank, int(environ.get("UNIRUN_INCARNATION", "0")))
         # The address of this host that others can connect to, in a job of several hosts.
         self._addr = environ.get("UNIRUN_ADDR", "")
         self._lock = threading.RLock()
@@ -263,6 +263,8 @@ class Context:
         self._forge = GroupForge(peers)
         self.role: str = peers.role
         """The name of this worker's role."""
+        self.rank: int = peers.rank
+        """The rank in the role and in its default process group, 0..world_size-1."""
         self.local_rank: int = int(environ.get("LOCAL_RANK", "0"))
         """The rank among the role's workers on this node."""
         self.local_world_size: int = int(environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -284,12 +286,6 @@ class Context:
     def roles(self) -> Mapping[str, RoleInfo]:
         """Every role of the job as it is now, by name: ``ctx.roles["rollout"].world_size``."""
         return self.peers.roles()
-
-    @property
-    def rank(self) -> int:
-        """The rank in the role and in its default process group, 0..world_size-1. It changes when a role goes on in
-        place with fewer ranks, or with more again."""
-        return self.peers.rank
 
     @property
     def world_size(self) -> int:
@@ -326,8 +322,7 @@ class Context:
         """
         rank_sets = self._rank_sets(roles)
         named = [rank_set.role for rank_set in rank_sets]
-        infos = [self.peers.known(role) for role in named]
-        mine = group_rank(rank_sets, infos, self.role, self.peers.latest_rank)
+        mine = group_rank(rank_sets, [self.peers.known(role) for role in named], self.role, self.rank)
         if mine is None or len(set(named)) != len(named):
             raise UsageError(
                 f"group({', '.join(map(repr, roles))}) is called by {self.role}:{self.rank}",

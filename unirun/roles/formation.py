@@ -184,7 +184,7 @@ class Formation:
 
         Its address is another one when the node of rank 0 was lost.
         """
-        self._peers.enter(self._wanted())
+        self._peers.generation = self._wanted()
         # The prefix is the one that new ranks get from ``env://``.
         self._meet("default_pg")
 
@@ -215,9 +215,8 @@ class Formation:
         info = self._peers.known(self._peers.role)
         address, port = split_endpoint(info.endpoint)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
-        # The role may have more or fewer ranks.
+        # The role may have grown.
         os.environ["WORLD_SIZE"] = os.environ["ROLE_WORLD_SIZE"] = str(info.world_size)
-        os.environ["RANK"] = os.environ["ROLE_RANK"] = str(self._peers.rank)
         # torch names a group after the number of groups so far, failed ones included. A rank that has failed once would
         # wait for the others under another name.
         c10d._world.group_count = 0
@@ -245,27 +244,12 @@ class Formation:
 
     def _begin(self, store: Any) -> Callable[[], bool]:
         """Called before a group is formed in `store`. Returns a function that tells whether its generation is over."""
-        generation = max(self._peers.generation, self._generation_of(store))
-        if generation > self._peers.generation:
-            self._be_one_of(generation)
-        self._peers.enter(generation)
+        generation = self._peers.generation = max(self._peers.generation, self._generation_of(store))
         if generation != self._told:
             # Before anything is written to the store.
             self._told = generation
             self._peers.tell(GroupMeets(generation))
         return lambda: self._wanted() > generation
-
-    def _be_one_of(self, generation: int) -> None:
-        """Raise `GroupError` if a later generation than the one that this worker was told of has other ranks: its rank
-        and their number are in the environment, and whoever forms the group has read them."""
-        self._peers.wait_for(lambda: self._wanted() >= generation, LOSS_VIEW_TIMEOUT)
-        size = self._peers.known(self._peers.role).world_size
-        told = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-        if told != (str(self._peers.latest_rank), str(size)):
-            raise GroupError(
-                f"generation {generation} of role {self._peers.role} has {size} ranks, and other numbers for them",
-                "its ranks meet again",
-            )
 
     def _generation_of(self, store: Any) -> int:
         """The generation of a store; 0 for a store that is not the role's.
@@ -481,10 +465,11 @@ class GroupForge:
         return tuple(self._peers.known(rank_set.role) for rank_set in rank_sets)
 
     def _rank(self, rank_sets: RankSets, infos: Infos) -> int:
-        rank = self._peers.latest_rank
-        number = group_rank(rank_sets, infos, self._peers.role, rank)
+        number = group_rank(rank_sets, infos, self._peers.role, self._peers.rank)
         if number is None:
-            raise GroupError(f"{self._peers.role}:{rank} is no member of group {_words(rank_sets)}")
+            raise GroupError(
+                f"{self._peers.role}:{self._peers.rank} is no member of group {_words(rank_sets)}"
+            )
         return number
 
     def _meet(self, rank_sets: RankSets, backend: str, deadline: float) -> tuple[tuple[RoleInfo, ...], Store]:
@@ -551,8 +536,8 @@ def missing_for_good(views: Sequence[RoleView], missing: Callable[[str, int], bo
             return f"role {role.name} has {role.phase}"
         if role.phase not in _SETTLED:
             continue
-        ended = [rank for rank, worker in enumerate(role.workers) if worker.phase == "ended"]
-        absent = [rank for rank in ended if missing(role.name, rank)]
+        ended = [worker for worker in role.workers if worker.phase == "ended"]
+        absent = [worker.rank for worker in ended if missing(role.name, worker.rank)]
         if absent and len(ended) == role.world_size:
             return f"role {role.name} has ended with exit code 0"
         if absent:

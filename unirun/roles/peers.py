@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from unirun.errors import FrameError, JobError, StoreAway, UsageError, WireError
 from unirun.values import Engine, WorkerId
 from unirun.wire.blocking import BlockingStream, open_link, out_of_the_way
-from unirun.wire.messages import RoleBrief, RoleView, View, Welcome, present, updated
+from unirun.wire.messages import RoleBrief, RoleView, View, Welcome, updated
 from unirun.wire.progress import page
 from unirun.wire.reports import (
     DEBUGGER,
@@ -71,17 +71,11 @@ class Peer:
 class Peers:
     """The roles of the job and their workers. Thread-safe: the link's thread updates what others read.
 
-    Ranks are those of process groups. A role that goes on with fewer ranks leaves some out; a worker keeps the number
-    in its name, its `WorkerId`, and its rank is its place among those left. `me` is that number of this worker.
-
-    `generation` is the one of this worker's own group, and `rank` its rank there; it may be behind that of its role
-    until it has formed the next. A process outside the job has no `role` of it. `welcome` is None without a launcher.
-    `send` sends a message to the agent or, from a process outside the job, to the master. `transport` is the name of
-    that with which workers are called.
+    `generation` is the one of this worker's own group, which may be behind that of its role until it has formed
+    the next. A process outside the job has no `role` of it. `welcome` is None without a launcher. `send` sends a
+    message to the agent or, from a process outside the job, to the master. `transport` is the name of that with which
+    workers are called.
     """
-
-    _ranks: Mapping[str, Mapping[int, int]] = MappingProxyType({})
-    """By role that goes on without some ranks, the ranks of the others by the numbers in their names."""
 
     def __init__(
         self,
@@ -93,7 +87,7 @@ class Peers:
         send: Callable[[Message], None] | None = None,
         transport: str = "",
     ) -> None:
-        self.role, self.me, self.rank, self.welcome = role, rank, rank, welcome
+        self.role, self.rank, self.welcome = role, rank, welcome
         self.config: Mapping[str, Any] = json.loads(welcome.config) if welcome else {}
         self.linked = send is not None
         self.generation = roles[role].generation if role in roles else 0
@@ -101,9 +95,7 @@ class Peers:
         self._transport = welcome.transport if welcome else transport
         self._roles = dict(roles)
         self._view = updated(None, welcome.view if welcome else View(())) or View(())
-        roles_now = present_roles(self._view, self._briefs)
-        self._views, self._ranks = {role.name: role for role in roles_now}, ranks_of(roles_now)
-        self.enter(self.generation)
+        self._views = {view.name: view for view in self._view.roles}
         self._found: dict[tuple[str, int], Peer] = {}
         self._whole: dict[str, bool] = {}
         self.updates = 0
@@ -114,20 +106,6 @@ class Peers:
         self._listeners: list[Callable[[], None]] = []
         self._numbers = itertools.count(1)
         self._answers: dict[int, MasterReply] = {}
-
-    def enter(self, generation: int) -> None:
-        """Be in this generation of the role's process group, with the rank that this worker has in it."""
-        self.generation, self.rank = generation, self.latest_rank
-
-    @property
-    def latest_rank(self) -> int:
-        """The rank of this worker in the latest generation of its role, which it may have yet to enter."""
-        ranks = self._ranks.get(self.role)
-        return self.me if ranks is None else ranks.get(self.me, self.rank)
-
-    @property
-    def _briefs(self) -> tuple[RoleBrief, ...]:
-        return self.welcome.roles if self.welcome else ()
 
     def roles(self) -> Mapping[str, RoleInfo]:
         """All roles as they are now."""
@@ -194,25 +172,14 @@ class Peers:
         if role not in whole:
             whole[role] = all(each.phase != "lost" for each in view.workers)
         return Peer(
-            WorkerId(role, worker.rank, worker.incarnation),
+            WorkerId(role, rank, worker.incarnation),
             worker.addresses.get(self._transport, "") if worker.phase == "serving" else "",
             view.generation,
-            gone=worker.phase in ("lost", "gone"),
+            gone=worker.phase == "lost",
             over=worker.phase == "ended",
             whole=whole[role],
             held=bool(worker.addresses.get(DEBUGGER)),
         )
-
-    def successor(self, address: WorkerId) -> Peer:
-        """The worker that has the name of the one at `address` now: itself, or one that was started in its place."""
-        ranks = self._ranks.get(address.role)
-        rank = address.rank if ranks is None else ranks.get(address.rank, -1)
-        there = 0 <= rank < self.size(address.role)
-        return self.find(address.role, rank) if there else Peer(address, over=True)
-
-    def number(self, role: str, rank: int) -> int:
-        """The number in the name of the worker that holds a rank."""
-        return self._views[role].workers[rank].rank if rank < len(self._ranks.get(role, ())) else rank
 
     def tell(self, message: Message) -> None:
         """Send `message` to the agent; without a launcher, do nothing. Raises `ConnectionLost`, and `UsageError` in a
@@ -270,9 +237,8 @@ class Peers:
             return
         with self._changed:
             self._view = view
-            roles = present_roles(view, self._briefs)
-            self._roles = role_infos(roles, self._briefs)
-            self._views, self._ranks = {role.name: role for role in roles}, ranks_of(roles)
+            self._roles = role_infos(view, self.welcome.roles if self.welcome else ())
+            self._views = {role.name: role for role in view.roles}
             self._found, self._whole = {}, {}
             listeners = self._updated()
         for listener in listeners:
@@ -325,7 +291,7 @@ def linked_peers(environ: Mapping[str, str]) -> Peers:
     if not isinstance(welcome, Welcome):
         raise FrameError(f"the agent sent {type(welcome).__name__} where a Welcome was expected")
     role, rank = environ["UNIRUN_ROLE"], int(environ["UNIRUN_RANK"])
-    peers = Peers(role, rank, first_infos(welcome), welcome=welcome, send=link.send)
+    peers = Peers(role, rank, role_infos(welcome.view, welcome.roles), welcome=welcome, send=link.send)
     for message in link.buffered():
         _take(peers, message)
     # Read before the script runs, which may close these descriptors.
@@ -338,31 +304,10 @@ def linked_peers(environ: Mapping[str, str]) -> Peers:
     return peers
 
 
-def present_roles(view: View, briefs: Sequence[RoleBrief]) -> tuple[RoleView, ...]:
-    """The roles in a view that has all workers, without those that are gone. The ranks of programs have no group."""
-    programs = {brief.name for brief in briefs if brief.kind == "program"}
-    return tuple(role if role.name in programs else present(role) for role in view.roles)
-
-
-def ranks_of(roles: Iterable[RoleView]) -> dict[str, dict[int, int]]:
-    """By role in which they differ, the ranks of its workers by the numbers in their names."""
-    return {
-        role.name: {worker.rank: rank for rank, worker in enumerate(role.workers)}
-        for role in roles
-        if role.workers and role.workers[-1].rank >= len(role.workers)
-    }
-
-
-def first_infos(welcome: Welcome) -> dict[str, RoleInfo]:
-    """The roles, by name, as the answer to a worker's or visitor's first message has them."""
-    view = updated(None, welcome.view) or View(())
-    return role_infos(present_roles(view, welcome.roles), welcome.roles)
-
-
-def role_infos(roles: Iterable[RoleView], briefs: Sequence[RoleBrief] = ()) -> dict[str, RoleInfo]:
+def role_infos(view: View, briefs: Sequence[RoleBrief] = ()) -> dict[str, RoleInfo]:
     """The roles in a view, by name."""
     groups = {brief.name: brief.group for brief in briefs}
-    return {role.name: _info(role, groups.get(role.name, 1)) for role in roles}
+    return {role.name: _info(role, groups.get(role.name, 1)) for role in view.roles}
 
 
 def _info(role: RoleView, group: int) -> RoleInfo:

@@ -17,7 +17,7 @@ from unirun.rendezvous.masters import MASTER_POLL_INTERVAL, call_master, hear
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.codec import VISITOR
 from unirun.roles.calls.group import RoleGroup, role_group
-from unirun.roles.peers import Peers, first_infos
+from unirun.roles.peers import Peers, role_infos
 from unirun.roles.transport.socket_transport import SocketTransport
 from unirun.values import WorkerId
 from unirun.wire.blocking import BlockingStream
@@ -47,7 +47,8 @@ class Visitor:
                 "start it with --transport socket",
             )
         me = WorkerId(f"{VISITOR}{secrets.token_hex(8)}", 0, 0)
-        self._peers = Peers(me.role, 0, first_infos(welcome), welcome=welcome, send=self._tell)
+        infos = role_infos(welcome.view, welcome.roles)
+        self._peers = Peers(me.role, 0, infos, welcome=welcome, send=self._tell)
         # It only connects, so it needs no folder for sockets of its own.
         self._transport = SocketTransport(job.path, load_credentials(job.path))
         self._caller = Caller(

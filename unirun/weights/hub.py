@@ -286,7 +286,7 @@ class Hub:
             return self._holders.setdefault(channel, Holder(self._gone))
 
     def _gone(self, who: WorkerId) -> bool:
-        peer = self._context.peers.successor(who)
+        peer = self._context.peers.find(who.role, who.rank)
         return peer.gone or peer.over or peer.address.incarnation > who.incarnation
 
     def producer(self, queue: str) -> Producer:
@@ -344,7 +344,7 @@ class Hub:
         worker = view.workers[rank] if view is not None and rank < len(view.workers) else None
         if worker is None:
             return None
-        who = WorkerId(role, worker.rank, worker.incarnation)
+        who = WorkerId(role, rank, worker.incarnation)
         if known is not None and known.who == who and not known.lost:
             return known
         if worker.phase == "ended":

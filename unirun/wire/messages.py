@@ -172,8 +172,7 @@ def expected(word: object, kind: type[W]) -> W:
 
 class StartWorker(Value):
     """One worker to start. `devices` are the indices for its device mask, None to leave the mask unchanged; `share` is
-    the fraction of each device that it gets. `number` is its rank in the process group if that is another one, as the
-    role goes on without ranks before it."""
+    the fraction of each device that it gets."""
 
     rank: int
     local_rank: int
@@ -181,7 +180,6 @@ class StartWorker(Value):
     devices: tuple[str, ...] | None = None
     cpus: tuple[int, ...] | None = None
     share: float = 1.0
-    number: int | None = None
 
 
 class Appointed(Message):
@@ -317,9 +315,8 @@ class WorkerView(Value):
     """The state of a worker that its peers see.
 
     `phase` is ``starting``; ``running`` (in the user's code, takes no calls); ``serving`` (takes calls, or is ready);
-    ``ended`` (with code 0); ``lost`` (with any other exit); or ``gone``, when the job goes on without it. `addresses`
-    are where it listens: for calls by the name of the transport, and in any phase for what else others connect to.
-    `place` has the ports that it was given.
+    ``ended`` (with code 0); or ``lost`` (with any other exit). `addresses` are where it listens: for calls by the name
+    of the transport, and in any phase for what else others connect to. `place` has the ports that it was given.
     """
 
     rank: int
@@ -330,9 +327,8 @@ class WorkerView(Value):
 
 
 class RoleView(Value):
-    """The state of a role that all workers see; `workers` in rank order, only the changed ones in a view of changes.
-    `world_size` counts those that are gone, too, which workers leave out (`present`). It `grows` when one of its ranks
-    is at a boundary (`Boundary`)."""
+    """The state of a role that all workers see; `workers` in rank order, only the changed ones in a view of changes. It
+    `grows` when one of its ranks is at a boundary (`Boundary`)."""
 
     name: str
     world_size: int
@@ -559,14 +555,6 @@ def _updated(before: tuple[WorkerView, ...], news: RoleView) -> RoleView:
     for worker in news.workers:
         workers[worker.rank] = worker
     return replace(news, workers=tuple(workers))
-
-
-def present(role: RoleView) -> RoleView:
-    """The role without the workers that are gone: the position of a worker is its rank in the process group."""
-    if all(worker.phase != "gone" for worker in role.workers):
-        return role
-    left = tuple(worker for worker in role.workers if worker.phase != "gone")
-    return replace(role, world_size=len(left), workers=left)
 
 
 def whole(view: View) -> View:

@@ -261,20 +261,11 @@ def programs_move() -> Job:
 
 
 def shrinks(restarts: int = 2) -> Job:
-    """An elastic role that is called from outside loses a node while it forms a generation, and there is no other."""
-    job = Job(
-        {"actor": 4},
-        restarts={"actor": restarts},
-        kinds={"actor": "workload"},
-        inventory=nodes(2),
-        least={"actor": 2},
-    )
+    """An elastic role loses a node while it forms a generation, and there is no other."""
+    job = workloads(restarts, of=3, least={"actor": 2})
     spec = job.state.spec
-    elastic = tuple(replace(each, elastic=True) for each in spec.roles)
+    elastic = tuple(replace(each, elastic=each.name == "actor") for each in spec.roles)
     job.state = replace(job.state, spec=replace(spec, roles=elastic))
-    job.running()
-    for rank in range(4):
-        job.on(FromWorker(WorkerId("actor", rank, 0), Serving({"socket": "here"}, recoverable=True)))
     return job.exits("actor", 0, by=KILL).on(gone("n1"))
 
 

@@ -1,4 +1,4 @@
-"""Nodes that join a running job: who is let in, and which roles grow. Ranks that go on with fewer of them."""
+"""Nodes that join a running job: who is let in, and which roles grow."""
 
 from __future__ import annotations
 
@@ -22,26 +22,13 @@ from unirun.failover.nodes import made_up, next_life, trouble
 from unirun.failover.state import JOB_ENDS
 from unirun.values import WorkerId
 from unirun.wire.frames import from_json
-from unirun.wire.messages import (
-    Dismissed,
-    Drain,
-    Grow,
-    Offer,
-    Ready,
-    StartRole,
-    StopWorkers,
-    present,
-)
+from unirun.wire.messages import Dismissed, Grow, Offer, Ready, StartRole, StopWorkers
 from unirun.wire.reports import (
     Boundary,
-    CommitJob,
     FromWorker,
     GroupFormed,
-    OpenStore,
     Resilient,
     Serving,
-    StoreEnded,
-    StoreOpened,
     WorkerRunning,
     WorkerStarted,
 )
@@ -101,133 +88,6 @@ def survivors() -> Job:
     return job
 
 
-def trained() -> Job:
-    """Two to eight elastic workloads, four of which a trainer calls."""
-    job = Job(
-        {"actor": 8, "trainer": 1},
-        kinds={"actor": "workload", "trainer": "trainer"},
-        restarts={"actor": 2},
-        inventory=nodes(2),
-        least={"actor": 2},
-    )
-    spec = job.state.spec
-    elastic = tuple(replace(role, elastic=role.name == "actor") for role in spec.roles)
-    job.state = replace(job.state, spec=replace(spec, roles=elastic))
-    return serving(job.launched().all_run("trainer"))
-
-
-def meets(job: Job) -> Job:
-    """All ranks that live run, and are in the present generation of a function that survives."""
-    role = job.state.roles["actor"]
-    for worker in role.live:
-        who = WorkerId("actor", worker.rank, worker.incarnation)
-        job.on(WorkerStarted(who, 7), WorkerRunning(who, role.opened))
-        job.on(FromWorker(who, GroupFormed(role.opened)), FromWorker(who, Resilient(inside=True)))
-    return job
-
-
-def sizes(job: Job) -> tuple[int, list[int]]:
-    """As workers know it: the number of ranks, and the numbers in the names of those who have them."""
-    [node, *_] = job.state.agents
-    role = present(next(role for role in job.seen[node].roles if role.name == "actor"))
-    return role.world_size, [worker.rank for worker in role.workers]
-
-
-class TestFewerRanks:
-    def test_a_lost_node_leaves_the_others_their_processes_and_they_form_a_smaller_generation(self) -> None:
-        job = survivors().on(gone("n0"))
-        assert (job.orders(StopWorkers), job.orders(StartRole), job.phases()) == (
-            [],
-            [],
-            {"actor": "reforming"},
-        )
-        assert "restart 1 of 2: without actor:0-1, actor's other 2 ranks keep" in job.records
-        assert (
-            "without actor:0-1, actor's other 2 ranks keep their memory and form generation 1" in job.records
-        )
-        assert "actor goes on with 2 of 4 ranks" in job.records
-        assert [(each.role, each.generation) for each in job.orders(OpenStore)] == [("actor", 1)]
-        assert sizes(job) == (2, [2, 3])
-        [role] = job.seen["n1"].roles
-        assert role.endpoint == "n1:1", "the first rank that is left has the store"
-        assert decode(encode(job.state)) == kept(job.state)
-        role_now = meets(job).state.roles["actor"]
-        assert (role_now.phase.value, role_now.restarts, role_now.size) == ("running", 1, 2)
-        assert [worker.incarnation for worker in role_now.live] == [0, 0]
-
-    def test_a_rank_of_the_smaller_role_that_dies_starts_again_with_its_number_in_the_group(self) -> None:
-        job = meets(survivors().on(gone("n0"))).exits("actor", 3, by=KILL)
-        (order,) = job.orders(StartRole)
-        (member,) = order.members
-        assert (member.rank, member.number, order.world_size, order.local_world_size) == (3, 1, 2, 2)
-        assert (order.group_rank, order.group_world_size) == (0, 1)
-
-    def test_new_ranks_take_the_numbers_of_those_that_were_left_out(self) -> None:
-        job = come(meets(survivors().on(gone("n0"))), "n2", "n3").on(Due.GROWTH)
-        assert job.state.roles["actor"].grows
-        job.on(FromWorker(WorkerId("actor", 3, 0), Boundary()))
-        assert "actor grows from 2 to 6 ranks, and those that it has keep their memory" in job.records
-        assert ranks(job) == {"n2": [0, 1], "n3": [4, 5]}
-        assert {member.number for order in job.orders(StartRole) for member in order.members} == {None}
-        assert {order.world_size for order in job.orders(StartRole)} == {6}
-        assert sizes(job) == (6, [0, 1, 2, 3, 4, 5])
-        role = meets(job).state.roles["actor"]
-        assert (role.phase.value, role.restarts) == ("running", 1)
-        assert [worker.incarnation for worker in role.workers] == [1, 1, 0, 0, 0, 0]
-
-    def test_ranks_of_a_node_that_is_drained_end_and_the_others_go_on_at_no_cost(self) -> None:
-        job = survivors().on(Drain("n1"))
-        assert job.orders(StopWorkers) == [StopWorkers("actor", (2, 3), TERM, 30.0)]
-        assert (
-            "without actor:2-3, actor's other 2 ranks keep their memory and form generation 1" in job.records
-        )
-        job.obey()
-        assert sizes(job) == (2, [0, 1])
-        role = meets(job).state.roles["actor"]
-        assert (role.phase.value, role.restarts, "n1" in job.state.agents) == ("running", 0, False)
-
-    def test_a_node_that_is_lost_while_a_generation_is_formed_makes_that_smaller(self) -> None:
-        job = survivors()
-        job.stores_open = False
-        job.exits("actor", 3, by=KILL).on(gone("n0"))
-        assert (job.phases(), job.state.roles["actor"].generation) == ({"actor": "reforming"}, 1)
-        job.on(StoreOpened("actor", 1))
-        (order,) = job.orders(StartRole)
-        assert ([each.rank for each in order.members], order.world_size) == ([3], 2)
-
-    def test_ranks_that_start_again_together_do_so_without_those_that_were_left_out(self) -> None:
-        job = meets(survivors().on(gone("n0")))
-        job.on(FromWorker(WorkerId("actor", 2, 0), Resilient(inside=False))).exits("actor", 3, by=KILL).obey()
-        orders = job.orders(StartRole)
-        assert [[each.rank for each in order.members] for order in orders] == [[2, 3]]
-        assert [[each.number for each in order.members] for order in orders] == [[0, 1]]
-        assert meets(job).phases() == {"actor": "running"}
-
-    def test_fewer_ranks_than_the_least_are_no_role(self) -> None:
-        job = meets(survivors().on(gone("n0"))).on(gone("n1"))
-        assert job.finish is not None
-
-    def test_elastic_workloads_of_a_trainer_keep_their_processes_and_those_of_others_start_again(
-        self,
-    ) -> None:
-        job = trained().on(gone("n1"))
-        assert job.state.phase == "running"
-        assert (job.orders(StopWorkers), job.phases()["actor"]) == ([], "reforming")
-        assert sizes(job) == (2, [0, 1])
-        assert elastic_workloads().on(gone("n0")).phases()["actor"] == "restarting"
-
-    def test_a_step_is_committed_by_the_ranks_that_are_left(self) -> None:
-        job = meets(survivors().on(gone("n0")))
-        for rank in (2, 3):
-            assert job.state.commits.step == -1
-            job.on(FromWorker(WorkerId("actor", rank, 0), CommitJob(1, 5)))
-        assert job.state.commits.step == 5
-
-    def test_a_store_that_dies_is_opened_anew_for_those_that_are_left(self) -> None:
-        job = meets(survivors().on(gone("n0"))).on(StoreEnded("actor", 1, 5.0, "x"))
-        assert (job.phases(), job.state.roles["actor"].generation) == ({"actor": "reforming"}, 2)
-
-
 class TestABoundary:
     def test_a_boundary_is_when_ranks_that_survive_get_more_of_them_and_keep_their_processes(self) -> None:
         job = come(survivors(), "n2")
@@ -254,7 +114,17 @@ class TestABoundary:
     def test_a_boundary_of_elastic_workloads_is_told_by_their_trainer_and_they_keep_their_processes(
         self,
     ) -> None:
-        job = trained()
+        job = Job(
+            {"actor": 8, "trainer": 1},
+            kinds={"actor": "workload", "trainer": "trainer"},
+            restarts={"actor": 2},
+            inventory=nodes(2),
+            least={"actor": 2},
+        )
+        spec = job.state.spec
+        elastic = tuple(replace(role, elastic=role.name == "actor") for role in spec.roles)
+        job.state = replace(job.state, spec=replace(spec, roles=elastic))
+        job = serving(job.launched().all_run("trainer"))
         before = len(job.state.roles["actor"].workers)
         come(job, "n2").on(Due.GROWTH)
         assert job.state.roles["actor"].grows
@@ -318,8 +188,6 @@ def happens(job: Job, what: str, rank: int, number: int) -> None:
                     )
         case "lost" if len(job.state.agents) > 1:
             job.on(gone([*job.state.agents][rank % len(job.state.agents)]))
-        case "drain" if len(job.state.agents) > 1:
-            job.on(Drain([*job.state.agents][rank % len(job.state.agents)]))
         case "come":
             come(job, f"m{number}")
         case "grow":
@@ -332,19 +200,14 @@ def happens(job: Job, what: str, rank: int, number: int) -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(
-                ["boundary", "dies", "run", "run", "lost", "drain", "come", "grow", "grow", "view"]
-            ),
+            st.sampled_from(["boundary", "dies", "run", "run", "lost", "come", "grow", "grow", "view"]),
             st.integers(0, 7),
         ),
         max_size=30,
     )
 )
-def test_whatever_happens_ranks_that_survive_are_one_role_of_whatever_size(
-    what: list[tuple[str, int]],
-) -> None:
-    """The invariants hold after each event. When all has settled, every place on a node that is there has a rank that
-    runs, and no other has."""
+def test_whatever_happens_ranks_that_survive_grow_as_one_role(what: list[tuple[str, int]]) -> None:
+    """The invariants hold after each event. When all has settled, every place has a rank that runs."""
     job = scripts(8, of=2, restarts=40, least={"actor": 2}).running()
     happens(job, "run", 0, 0)
     for number, (each, rank) in enumerate(
@@ -357,11 +220,7 @@ def test_whatever_happens_ranks_that_survive_are_one_role_of_whatever_size(
         assert decode(encode(job.state)) == kept(job.state)
     role = job.state.roles["actor"]
     assert role.phase == "running"
-    places = job.state.placement.of_role("actor")
-    assert len(role.workers) == len(places)
-    assert {worker.rank for worker in role.live} == {
-        place.rank for place in places if place.node in job.state.agents
-    }
+    assert len(role.workers) == len(job.state.placement.of_role("actor"))
 
 
 class TestAMadeUpNode:

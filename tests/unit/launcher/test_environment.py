@@ -88,12 +88,6 @@ def test_a_workers_environment_has_torchruns_and_unirun_variables() -> None:
         assert env[name] == value, name
 
 
-def test_a_rank_has_another_number_in_its_group_when_its_role_goes_on_without_ranks_before_it() -> None:
-    env = env_of(spec(), replace(MEMBER, number=1))
-    names = ("RANK", "ROLE_RANK", "UNIRUN_RANK")
-    assert [env[name] for name in names] == ["1", "1", "3"]
-
-
 def test_a_worker_knows_the_step_that_all_roles_have_committed_if_there_is_one() -> None:
     assert env_of(spec(), order=replace(ORDER, committed=0))["UNIRUN_COMMITTED_STEP"] == "0"
     assert "UNIRUN_COMMITTED_STEP" not in env_of(spec())

@@ -149,19 +149,6 @@ class TestEntering:
         assert worker.told[-1] == GroupFormed(1)
         assert formed == [0, 1]
 
-    def test_a_store_of_a_later_generation_with_another_number_of_ranks_is_not_met_in(
-        self, alone: tuple[Worker, Formation]
-    ) -> None:
-        worker, formation = alone
-        worker.role_has(0)
-        worker.ranks = 2
-        worker.role_has(1)
-        worker.ranks = 1
-        with pytest.raises(GroupError, match="generation 1 of role actor has 2 ranks"):
-            worker.setup()
-        assert formation.outdated
-        assert worker.at_meeting == []
-
     def test_without_a_group_has_nothing_to_form(
         self, alone: tuple[Worker, Formation], formed: list[int]
     ) -> None:

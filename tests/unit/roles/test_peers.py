@@ -6,7 +6,6 @@ import socket
 import threading
 
 import pytest
-from msgspec.structs import replace
 
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import UsageError
@@ -54,29 +53,6 @@ def test_a_rank_that_a_larger_role_has_got_is_found(peers: Peers) -> None:
 
 def test_the_former_size_of_a_role_is_known(peers: Peers) -> None:
     assert (peers.count("actor"), peers.known("actor").world_size) == (3, 2)
-
-
-def test_ranks_that_a_role_goes_on_without_leave_no_gap_and_workers_keep_their_names() -> None:
-    def view(*gone: int, generation: int) -> View:
-        whole = role(4, 0)
-        workers = (replace(each, phase="gone" if each.rank in gone else each.phase) for each in whole.workers)
-        return View((replace(whole, generation=generation, workers=tuple(workers)),))
-
-    peers = Peers("actor", 2, {"actor": RoleInfo("actor", 4, 0, "h:1")}, send=print, transport="torch")
-    peers.update(view(generation=0))
-    peers.update(view(0, 1, generation=1))
-    assert (peers.size("actor"), peers.rank, peers.latest_rank) == (2, 2, 0), "it is in the generation before"
-    peers.enter(1)
-    assert (peers.me, peers.rank) == (2, 0)
-    assert [peers.find("actor", rank).address.rank for rank in (0, 1)] == [2, 3]
-    assert [peers.find("actor", rank).endpoint for rank in (0, 1)] == ["at 2", "at 3"]
-    assert [peers.number("actor", rank) for rank in (0, 1)] == [2, 3]
-    found = {number: peers.successor(WorkerId("actor", number, 0)) for number in range(4)}
-    assert [number for number, peer in found.items() if peer.over] == [0, 1]
-    assert found[3] == peers.find("actor", 1)
-    peers.update(view(3, generation=2))
-    assert (peers.size("actor"), peers.latest_rank) == (3, 2)
-    assert peers.successor(WorkerId("actor", 3, 0)).over, "the last one leaves no gap"
 
 
 def test_what_has_changed_is_taken_over_and_a_whole_view_is_asked_for_when_something_is_missing() -> None:

@@ -168,7 +168,7 @@ class JobPeers(Peers):
 
     def __init__(self, job: Job, who: WorkerId, send: Callable[[Message], None]) -> None:
         view = job.view()
-        super().__init__(who.role, who.rank, role_infos(view.roles), send=send)
+        super().__init__(who.role, who.rank, role_infos(view), send=send)
         self._job = job
         self.update(view)
 

@@ -240,14 +240,13 @@ class ReportedLosses:
         found = ""
         with self._lock:
             for rank in ranks:
-                name = role, self._peers.number(role, rank)
-                known = self._incarnations.get(name, self._first)
+                known = self._incarnations.get((role, rank), self._first)
                 if known is not None:
                     peer = self._peers.find(role, rank)
                     incarnation = peer.address.incarnation + peer.gone
                     if known < incarnation:
-                        found = found or ":".join(map(str, name))
-                        self._incarnations[name] = incarnation
+                        found = found or f"{role}:{rank}"
+                        self._incarnations[role, rank] = incarnation
         return found
 
 
@@ -631,7 +630,7 @@ class Caller:
             )
             with self._lock:
                 connection = self._connections.setdefault(address, fresh)
-            if self._peers.successor(address) != peer:
+            if self._peers.find(address.role, address.rank) != peer:
                 # The worker was lost before this connection was there to be closed.
                 self._scheduler.soon(self._look)
         return connection
@@ -665,7 +664,7 @@ class Caller:
         held = set()
         for connection in connections:
             address = connection.address
-            peer = self._peers.successor(address)
+            peer = self._peers.find(address.role, address.rank)
             if peer.held:
                 held.add(address.role)
             if peer.address != address or peer.gone or peer.over:
