@@ -34,9 +34,9 @@ $(VENV)/.system: Makefile | $(VENV)/.dev
 demo: $(VENV)/.installed
 	$(BIN)/unirun --roles actor=2,rollout=2 examples/ppo_cartpole/train.py --seeds 0,1,2 --out reward.png
 
-# Three tests at a time on two cores, as some wait for a process most of the time. Four are no faster. The tests of a
+# Four tests at a time on two cores, as many wait for a process most of the time. The tests of a
 # file run in one process, so that shared fixtures are made once.
-JOBS ?= 3
+JOBS ?= 4
 test: $(VENV)/.dev $(VENV)/.system
 	$(BIN)/python -m pytest -q -p tests.flaky -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 20
 

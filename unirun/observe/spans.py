@@ -21,6 +21,7 @@ from msgspec import convert
 from msgspec.json import Encoder
 
 from unirun.values import Value
+from unirun.wire.reporting import report, report_error
 
 TRACE = "UNIRUN_TRACE"
 """The variable, in the environment of the command: ``UNIRUN_TRACE=1 unirun …``; ``UNIRUN_TRACE=collectives`` for these,
@@ -90,8 +91,14 @@ class Spans:
             self._flush()
 
     def _run(self) -> None:
-        while not self._over.wait(WRITE_INTERVAL):
-            self._flush()
+        try:
+            while not self._over.wait(WRITE_INTERVAL):
+                self._flush()
+        except Exception as error:  # noqa: BLE001 - the work goes on without a trace
+            self.on = False
+            self._kept.clear()
+            report("unirun: this worker is not traced any more")
+            report_error(error)
 
     def _flush(self) -> None:
         with self._writing:

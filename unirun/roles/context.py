@@ -23,6 +23,7 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from unirun.errors import ChannelError, FrameError, UnirunError, UsageError, WireError
+from unirun.observe.spans import spans
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import Dispatcher, Generations
 from unirun.roles.calls.group import RoleGroup, role_group
@@ -497,6 +498,7 @@ def _serve_beside(dispatcher: Dispatcher, peers: Peers) -> None:
         report_error(error)
         with contextlib.suppress(UnirunError):
             peers.tell(WorkerError(f"{type(error).__name__}: {error}", trace, time.time()))
+        spans().close()
         os._exit(1)
 
 

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 from unirun.errors import UsageError
+from unirun.observe.spans import spans
 from unirun.roles.context import init
 from unirun.roles.process_groups import dist
 
@@ -129,6 +130,7 @@ class Stopping:
 
     def _leave(self) -> None:
         if not self.stopped:
+            spans().close()
             os._exit(TOLD)
 
 

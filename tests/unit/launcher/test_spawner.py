@@ -322,9 +322,10 @@ def files_of(pid: int) -> dict[int, str]:
 
 def eventually(true: Callable[[], bool]) -> bool:
     end = time.monotonic() + WAIT_TIMEOUT
-    while not true() and time.monotonic() < end:
+    # It may be true for a moment only.
+    while not (found := true()) and time.monotonic() < end:
         time.sleep(0.001)
-    return true()
+    return found
 
 
 @pytest.mark.starts_processes

@@ -126,6 +126,26 @@ class TestSpans:
         writer.close()
         os.close(writer._handle)
 
+    def test_a_span_that_cannot_be_made_ends_the_trace_and_is_told(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        writer = Spans({"UNIRUN_TRACE": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")})
+
+        def fails() -> TraceSpan:
+            raise ValueError("a name that cannot be written")
+
+        writer.keep(fails)
+        said = list[str]()
+
+        def was_told() -> bool:
+            said.append(capfd.readouterr().err)
+            return "not traced any more" in (text := "".join(said)) and "ValueError" in text
+
+        eventually(was_told)
+        assert not writer.on
+        writer.close()
+        os.close(writer._handle)
+
     def test_without_the_variable_nothing_is_written_and_it_costs_next_to_nothing(
         self, tmp_path: Path
     ) -> None:

@@ -141,7 +141,7 @@ class Generator:
             if mode == "wait" and self._slots.busy:
                 self._drained.append(paused)
                 return
-            if clear_cache:
+            if clear_cache or mode == "wait":
                 self._held = [*self._slots.clear(), *self._held]
             paused.set_result(None)
 

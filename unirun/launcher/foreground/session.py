@@ -63,7 +63,7 @@ def without_repetition(report: str, above: Sequence[str]) -> str:
     # Lines of other ranks may be between them, and torch writes the rank before each.
     if not all(any(shown.endswith(line) for shown in rest) for line in traceback if "left out" not in line):
         return report
-    last = max(n for n, line in enumerate(traceback) if not line or line.startswith("  "))
+    last = max((n for n, line in enumerate(traceback) if not line or line.startswith("  ")), default=-1)
     words = [f"  {line}" for line in traceback[last + 1 :]]
     return "\n".join([*lines[:first], *words, "  its traceback is above", *lines[-1:]])
 

@@ -301,12 +301,12 @@ class Dispatcher:
             outcome = self._error(error, disturbed=self._disturbed != before or self._explained(error))
             # The frames of the exception hold the arguments of the call.
             error.__traceback__ = None
-        ended = time.time_ns()
+        self._trace(run, began, time.time_ns())
+        # The job may end at once when a caller has its last answer.
         self._finish(run, outcome)
-        self._trace(run, began, ended)
 
     def _trace(self, run: _IncomingCall, began: int, ended: int) -> None:
-        """Write the span of a call that was answered, if spans are on. Its caller does not wait for that."""
+        """Keep the span of a call that was made, if spans are on; the answer does not wait until it is written."""
         if self._spans.on:
             request = run.request
             self._spans.keep(partial(_span, request.method, request.caller, request.seq, began, ended))
@@ -355,9 +355,8 @@ class Dispatcher:
         except BaseException as leave:  # noqa: BLE001 - it ends the program, not the task
             self.leave(leave)
             return
-        ended = time.time_ns()
+        self._trace(run, began, time.time_ns())
         self._finish(run, outcome)
-        self._trace(run, began, ended)
 
     def _arguments(self, run: _IncomingCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
         buffers, run.buffers = run.buffers, ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import unirun
+from unirun.atomic import create, replace
 from unirun.experiments import (
     AgentAbstraction,
     DatasetAbstraction,
@@ -64,15 +66,20 @@ register_agent("rolling-pairs", Pairs)
 
 
 class Memory:
-    """An engine that makes two tokens with the version in a file."""
+    """An engine that makes two tokens with the version in a file, once the one that `ends` is there."""
 
     def __init__(self, file: Path, ends: bool) -> None:
-        self._file, self._left = file, 9 if ends else 10**9
+        self._file, self._left = file, 3 if ends else 10**9
+        self._begun = file.with_name("begun")
+        if ends:
+            self._begun.touch()
 
     async def complete(
         self, token_ids: Sequence[int], *, conversation: str = "", **sampling: Any
     ) -> Completion:
-        """See `Completer`. The worker is killed in the tenth request."""
+        """See `Completer`. The worker is killed in the fourth request."""
+        while not self._begun.exists():
+            await asyncio.sleep(0.01)
         self._left -= 1
         if self._left < 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -144,7 +151,7 @@ class Taker(unirun.BaseTrainer):
         """Take them."""
         ids, ages = list[str](), list[int]()
         for version in range(8):
-            version_file(self.config).write_text(str(version))
+            replace(version_file(self.config), str(version))
             (batch,) = self.RG_MODEL_WORKER.take(version)
             for made_with, name, tokens in batch:
                 ids.append(name)
@@ -156,6 +163,5 @@ class Taker(unirun.BaseTrainer):
 def version_file(config: Any) -> Path:
     """Has the version of the weights."""
     path = Path(config.root) / "version"
-    if not path.exists():
-        path.write_text("0")
+    create(path, "0")
     return path

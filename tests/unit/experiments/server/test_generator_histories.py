@@ -12,6 +12,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -174,13 +175,16 @@ class Generators(RuleBasedStateMachine):
     def update(self, label: str | None) -> None:
         """New weights, of which the tokens from then on have the label."""
         self.step()
-        begun = self.generator.begin_update()
+        begun, before = self.generator.begin_update(), self.generator._slots.version
         self.step()
         assert (begun.exception(0) is None) is not self.updating
         finished = self.generator.finish_update(label)
         self.label = label or self.label
         self.step()
         assert finished.exception(0) is None
+        assert self.generator._slots.version > before, (
+            "nothing goes on from what the weights before have computed"
+        )
 
     @invariant()
     def all_is_as_in_the_reference(self) -> None:
@@ -199,6 +203,19 @@ class Generators(RuleBasedStateMachine):
         assert self.generator.paused == (self.pause is not None)
         assert self.pause == "wait" or not self.waiting
         assert not self.waiting or self.generator._slots.busy
+        assert self.pause != "wait" or self.waiting or not self.generator._slots.resting
+
+
+def test_a_server_that_has_nothing_to_do_keeps_no_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unirun.experiments.server.generator.IDLE_SECONDS", 0.01)
+    generator = Generator(place(), stage(), 2)
+    how = GenerationConfig(max_new_tokens=2, greedy=True)
+    ended = generator.generate(Continuation(torch.tensor([1, 2, 3]), how, seed=0))
+    while not ended.done():
+        generator._step()
+    assert generator._slots.resting
+    generator._step()
+    assert not generator._slots.resting
 
 
 TestGenerators = Generators.TestCase
