@@ -180,7 +180,11 @@ class Slots:
 
     def _goes_on(self, row: Continuation) -> bool:
         """Give a sequence the row in which it has ended before, if that is still there."""
-        rest = self._rests.pop(tuple(row.sequence().tolist()), None) if self._rests and not row.finished else None
+        rest = (
+            self._rests.pop(tuple(row.sequence().tolist()), None)
+            if self._rests and not row.finished
+            else None
+        )
         if rest is None or rest.version != self.version:
             return False
         if age := self._steps - rest.step:
