@@ -345,7 +345,7 @@ class Processes:
         collect_orphans({*self._agents, self._first or 0})
 
     def wake_agents(self) -> None:
-        """Let agents go on that somebody has stopped (SIGSTOP), as the job is to end or has no master."""
+        """Continue agents that were stopped (SIGSTOP), as the job is to end or has no master."""
         self._signal(signal.SIGCONT)
 
     def stop_agents(self) -> None:
@@ -429,7 +429,7 @@ class JobProcesses(Protocol):
         ...
 
     def wake_agents(self) -> None:
-        """Let agents go on that somebody has stopped (SIGSTOP), as the job is to end or has no master."""
+        """Continue agents that were stopped (SIGSTOP), as the job is to end or has no master."""
         ...
 
     def stop_agents(self) -> None:

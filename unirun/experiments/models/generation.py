@@ -233,12 +233,12 @@ class Slots:
             self._rows[place] = row
 
     def _free(self) -> list[int]:
-        """The rows that are nobody's."""
+        """The rows that no sequence has, and in which no ended one may go on."""
         resting = {rest.place for rest in self._rests.values()}
         return [place for place, row in enumerate(self._rows) if row is None and place not in resting]
 
     def _widen(self, count: int) -> None:
-        """Add rows, which are nobody's."""
+        """Add free rows."""
         if self._cache.length:
             self._cache.keep([*range(len(self._rows)), *[0] * count])
             self._rows += [None] * count
@@ -247,7 +247,7 @@ class Slots:
             self._cache = RowCache(self._stage.config, len(self._rows))
 
     def _decode_step(self) -> None:
-        """Draw the next token of each row. Those that are nobody's see nothing but themselves."""
+        """Draw the next token of each row. Free ones see nothing but themselves."""
         lengths = [row.cached if row is not None else 0 for row in self._rows]
         self._rests = {
             key: rest for key, rest in self._rests.items() if self._steps - rest.step < RESTING_STEPS
@@ -263,7 +263,7 @@ class Slots:
         self._draw(self._rows, logits)
 
     def _shrink(self) -> None:
-        """Drop the rows that are nobody's when they are half of all, and nothing waits for them."""
+        """Drop the free rows when they are half of all, and nothing waits for them."""
         free = {*self._free()}
         kept = [place for place, _ in enumerate(self._rows) if place not in free]
         if not kept:

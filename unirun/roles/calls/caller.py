@@ -344,8 +344,8 @@ class Caller:
         self._parked: dict[tuple[str, int], deque[Part]] = {}
         self._refused: list[tuple[Call, int, int]] = []
         self._boundary = boundary
-        # The ranks of each role as of the latest call, and the generation that has them. Whoever looks for others holds
-        # the lock; there are perhaps some if a view has come since.
+        # The ranks of each role as of the latest call, and the generation that has them. A thread that updates them
+        # holds the lock; they may be outdated when a view has come since.
         self._ranks: dict[str, list[int]] = {}
         self._formed: dict[str, int] = {}
         self._following = threading.Lock()
