@@ -23,6 +23,7 @@ def test_async_grpo_trains_on_what_vllm_has_generated_with_the_versions_of_its_s
         "batch=4",
         f"eta={ETA}",
         "group=4",
+        "updates=2",
         "samples=200",
         "servers=1",
         "ckpt_freq_steps=100",
