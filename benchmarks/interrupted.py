@@ -28,7 +28,7 @@ from unirun.rollout.choosing import Answer
 from unirun.rollout.client import EngineClient, EngineList
 from unirun.rollout.completing import EngineCompleter
 from unirun.weights.integrations.sending import Param, file_for
-from unirun.weights.integrations.vllm import Client
+from unirun.weights.integrations.vllm import VLLMClient
 from unirun.weights.publishing import Blocks
 
 LONGEST = 4096
@@ -108,9 +108,9 @@ def update_seconds(urls: Sequence[str]) -> float:
     )
     for name, view in packing.tensors(block).items():
         view.copy_(weights[name])
-    clients = [Client(url) for url in urls]
+    clients = [VLLMClient(url) for url in urls]
 
-    def load(client: Client) -> None:
+    def load(client: VLLMClient) -> None:
         client.load(block.path, block.token, "1")
 
     try:
@@ -139,14 +139,16 @@ def update_seconds(urls: Sequence[str]) -> float:
         blocks.close()
 
 
-def _paused(clients: Sequence[Client], act: Callable[[Client], object] | None, *, clear_cache: bool) -> float:
+def _paused(
+    clients: Sequence[VLLMClient], act: Callable[[VLLMClient], object] | None, *, clear_cache: bool
+) -> float:
     """Seconds from the pause until all servers have answered a request that came in the pause.
 
     It is answered after the first step that follows the pause. The time in which it comes does not count.
     """
     began = time.perf_counter()
 
-    def one(client: Client) -> float:
+    def one(client: VLLMClient) -> float:
         with client.paused("keep", clear_cache=clear_cache):
             paused = time.perf_counter()
             probe = asking.submit(_generate, client.url, [1], 1)

@@ -170,7 +170,7 @@ SECTIONS = {
             "experiments.Model",
             "experiments.Place",
         ),
-        *("experiments.Engine", "experiments.GenerationConfig", "experiments.Generated"),
+        *("experiments.PipelinableEngine", "experiments.GenerationConfig", "experiments.Generated"),
         *("experiments.ModelBackend", "experiments.register_backend", "experiments.FinetuneSpec"),
         *("experiments.register_model", "experiments.ModelAbstraction"),
         "experiments.ModelBackendAbstraction",

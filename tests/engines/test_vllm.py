@@ -64,13 +64,13 @@ PUBLISHING = """
     ctx = unirun.init()
     channel = unirun.WeightsChannel("policy", publisher="actor", receivers=["rollout"])
     weights = load_file(f"{folders[0]}/model.safetensors")
-    engine = vllm.TrainerEngine(vllm.Client(url), vllm.Source(weights)) if ctx.role == "rollout" else None
+    engine = vllm.TrainerEngine(vllm.VLLMClient(url), vllm.Source(weights)) if ctx.role == "rollout" else None
     for version, folder in enumerate(folders, 1):
         if engine is None:
             channel.publish(load_file(f"{folder}/model.safetensors"), version)
         else:
             channel.receive(into=weights, min_version=version, assign=True)
-            with vllm.Client(url).paused("keep"):
+            with vllm.VLLMClient(url).paused("keep"):
                 engine.send_weights(str(version))
         torch.distributed.barrier(group=ctx.group("actor", "rollout"))
 """
@@ -93,12 +93,12 @@ def sending(
     engine: Server,
     model: LlamaForCausalLM,
     version: str,
-    pause: Callable[[vllm.Client], AbstractContextManager[None]],
+    pause: Callable[[vllm.VLLMClient], AbstractContextManager[None]],
 ) -> Callable[[], None]:
     """Brings a version into the engine."""
 
     def send() -> None:
-        client = vllm.Client(engine.url)
+        client = vllm.VLLMClient(engine.url)
         sender = vllm.TrainerEngine(client, vllm.Source(model))
         with pause(client):
             sender.send_weights(version)
@@ -200,7 +200,7 @@ def test_the_other_modes_end_requests_with_the_old_weights(
 
 def test_numbers_of_another_dtype_are_cast(engine: Server, versions: Mapping[str, LlamaForCausalLM]) -> None:
     weights = {name: value.bfloat16() for name, value in versions["3"].state_dict().items()}
-    client = vllm.Client(engine.url)
+    client = vllm.VLLMClient(engine.url)
     sender = vllm.TrainerEngine(client, vllm.Source(weights))
     with client.paused("keep"):
         sender.send_weights("cast")
@@ -217,7 +217,7 @@ def test_a_tensor_that_the_model_does_not_take_is_named_and_the_engine_stays_pau
     """The last one: this engine has to be started again."""
     named = dict(versions["1"].state_dict())
     named["model.other.weight"] = named.pop("model.norm.weight")
-    client = vllm.Client(engine.url)
+    client = vllm.VLLMClient(engine.url)
     with pytest.raises(ServerError, match="model.other.weight: ") as caught, client.paused("keep"):
         vllm.TrainerEngine(client, vllm.Source(named)).send_weights("bad")
     assert caught.value.status == 500

@@ -72,13 +72,13 @@ if TYPE_CHECKING:
         topology,
     )
     from unirun.experiments.models.api import (
-        Engine,
         FinetuneSpec,
         Generated,
         GenerationConfig,
         Model,
         ModelBackend,
         ModelInterface,
+        PipelinableEngine,
         Place,
     )
     from unirun.experiments.recovery import RecoverInfo
@@ -93,7 +93,6 @@ __all__ = [
     "CollectingAgent",
     "DatasetAbstraction",
     "DatasetUtility",
-    "Engine",
     "EnvServiceAbstraction",
     "ExpStatus",
     "Experiment",
@@ -123,6 +122,7 @@ __all__ = [
     "OffloadHook",
     "PairedDataset",
     "ParamReallocHook",
+    "PipelinableEngine",
     "Place",
     "ProcessTopology",
     "PromptAnswerDataset",

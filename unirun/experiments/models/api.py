@@ -125,7 +125,7 @@ Weight = Callable[[SequenceSample], float]
 """The weight of a micro-batch, such as its number of tokens. The sum of losses is divided by the sum of weights."""
 
 
-class Engine(Protocol):
+class PipelinableEngine(Protocol):
     """A network that is ready to run, in whatever layout. All ranks of its model call the same methods in the same
     order, each with the sequences of its data-parallel rank. `key` is the key of a sample's tokens."""
 
@@ -191,7 +191,7 @@ class Model:
     place: Place
     module: torch.nn.Module
     tokenizer: Any
-    engine: Engine | None = None
+    engine: PipelinableEngine | None = None
     version: int = 0
 
     @property
@@ -204,7 +204,7 @@ class Model:
         """The device that it runs on."""
         return self.place.device
 
-    def running(self) -> Engine:
+    def running(self) -> PipelinableEngine:
         """The engine, which is there once the backend has initialized the model."""
         assert self.engine is not None, "the backend has not initialized this model"
         return self.engine

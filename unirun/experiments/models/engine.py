@@ -64,7 +64,7 @@ class TorchEngine:
         weight: Weight,
         reductions: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, float]:
-        """As `Engine` says."""
+        """As `PipelinableEngine` says."""
         assert self._optimizer is not None, f"{self._place.name} is not trained: its backend has no optimizer"
         check_reductions(reductions)
         self._stage.train()
@@ -302,7 +302,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def forward(self, sample: SequenceSample, key: str, spec: MicroBatchSpec) -> torch.Tensor | None:
-        """As `Engine` says."""
+        """As `PipelinableEngine` says."""
         self._stage.eval()
         parts = self._split(sample, key, spec)
         padded = self._padded([part for part, _ in parts] or [None])
@@ -336,7 +336,7 @@ class TorchEngine:
         stop_strings: Sequence[str] = (),
         tokenizer: Any = None,
     ) -> Generated | None:
-        """As `Engine` says."""
+        """As `PipelinableEngine` says."""
         if stop_strings and tokenizer is None:
             raise UsageError("stop strings are found in text, and there is no tokenizer", "give tokenizer=")
         self._stage.eval()
@@ -364,11 +364,11 @@ class TorchEngine:
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """As `Engine` says."""
+        """As `PipelinableEngine` says."""
         return {name: tensor.detach() for name, tensor in self._named.items()}
 
     def state(self) -> dict[str, Any]:
-        """As `Engine` says."""
+        """As `PipelinableEngine` says."""
         found: dict[str, Any] = {
             "tensors": {name: _local(tensor).cpu() for name, tensor in self.tensors().items()},
             "steps": self._steps,
@@ -384,7 +384,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """As `Engine` says."""
+        """As `PipelinableEngine` says."""
         own = {name: _local(tensor) for name, tensor in self.tensors().items()}
         for name in sorted({*own, *state["tensors"]}):
             there, here = (
@@ -410,7 +410,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def offload(self, *, keep: bool) -> None:
-        """As `Engine` says."""
+        """As `PipelinableEngine` says."""
         if not keep:
             # Rotary tables are buffers outside the state dict: no other model can give them back, so they are kept.
             for name, tensor in {id(tensor): (name, tensor) for name, tensor in self._named.items()}.values():
@@ -422,7 +422,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def fetch(self) -> None:
-        """As `Engine` says."""
+        """As `PipelinableEngine` says."""
         self._move(self._place.device)
         for name, shape in self._dropped.items():
             own = _local(self._named[name])

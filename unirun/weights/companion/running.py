@@ -26,7 +26,7 @@ from unirun.weights.companion.deciding import (
     seen,
 )
 from unirun.weights.integrations.sending import SERVER, Param, file_for
-from unirun.weights.integrations.vllm import Client
+from unirun.weights.integrations.vllm import VLLMClient
 from unirun.weights.publishing import Blocks
 from unirun.weights.sources import VersionFile
 from unirun.wire.reporting import gave_up, report
@@ -47,7 +47,7 @@ class Companion:
     whose `peers` are given.
 
     The publisher waits for nothing of it, and engines do not wait for each other. Requests of an engine stand still
-    while it loads, and go on with the new weights; none ends (`vllm.Client.paused` with ``keep``).
+    while it loads, and go on with the new weights; none ends (`VLLMClient.paused` with ``keep``).
 
     Engines load a version from the memory of the publisher, where that is on this host and has whole tensors. Any other
     version is received into memory of this process. The host has two versions in memory, and one more for each that a
@@ -58,7 +58,7 @@ class Companion:
         self, channel: WeightsChannel, peers: Peers, *, timeout: float, clear_cache: bool = True
     ) -> None:
         """`timeout` is that of one request to an engine, and of receiving a version, in seconds. For `clear_cache` see
-        `vllm.Client.paused`."""
+        `VLLMClient.paused`."""
         self._channel, self._peers = channel, peers
         self._timeout, self._clear_cache = timeout, clear_cache
         # Memory for versions that are received.
@@ -151,7 +151,7 @@ class Companion:
         engine = command.engine
         done = partial(brought, rank=engine.rank, incarnation=engine.incarnation)
         not_done = partial(failed, rank=engine.rank, incarnation=engine.incarnation)
-        client = Client(engine.url, timeout=self._timeout)
+        client = VLLMClient(engine.url, timeout=self._timeout)
         assert self._latest is not None
         version, file = self._latest
         problem = "cannot be given weights"

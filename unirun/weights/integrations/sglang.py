@@ -2,7 +2,7 @@
 
 ::
 
-    client = sglang.Client("http://127.0.0.1:30000")
+    client = sglang.SGLangClient("http://127.0.0.1:30000")
     engine = sglang.TrainerEngine(client, sglang.Source(model))
     version = channel.receive(into=model)
     with client.paused():
@@ -29,10 +29,10 @@ from contextlib import contextmanager
 
 from unirun.weights.integrations.sending import ServerClient, Source, TrainerEngine
 
-__all__ = ["Client", "Source", "TrainerEngine"]
+__all__ = ["SGLangClient", "Source", "TrainerEngine"]
 
 
-class Client(ServerClient):
+class SGLangClient(ServerClient):
     """The HTTP routes of one SGLang server."""
 
     def update_weights_from_disk(self, model_path: str, weight_version: str | None = None) -> None:

@@ -2,7 +2,7 @@
 
 ::
 
-    client = vllm.Client("http://127.0.0.1:8000")
+    client = vllm.VLLMClient("http://127.0.0.1:8000")
     engine = vllm.TrainerEngine(client, vllm.Source(model))
     version = channel.receive(into=model)
     with client.paused("keep"):
@@ -22,7 +22,7 @@ Of vLLM 0.32.0 one has to know, beside its documentation (``training/weight_tran
 * Only answers of ``/inference/v1/generate`` say which versions they are of: ``weight_versions`` of a choice has spans
   of tokens, ``{"version": "3", "start": 0, "end": 34}``. That route needs ``--enable-scale-out``; else it answers 403.
   The label before the first update is ``default``; ``GET /weight_info`` has the present one.
-* ``clear_cache`` of ``/pause``, which its documentation says is ignored with ``keep``, is not: see `Client.paused`.
+* ``clear_cache`` of ``/pause``, which its documentation says is ignored with ``keep``, is not: see `VLLMClient.paused`.
 * New requests that come during a pause wait for its end, whatever the mode; ``abort`` answers those that run with what
   they have, and ``finish_reason`` ``abort``.
 * Numbers of another dtype are cast to that of the model.
@@ -30,7 +30,7 @@ Of vLLM 0.32.0 one has to know, beside its documentation (``training/weight_tran
   where layers had been loaded: it has to be started again.
 
 For a trainer with a GPU of its own, vLLM has a way over NCCL (``WeightTransferTrainerFactory`` with
-``NCCLTrainerInitInfo``), which by its documentation takes a `Client` and a `Source` as they are.
+``NCCLTrainerInitInfo``), which by its documentation takes a `VLLMClient` and a `Source` as they are.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from typing import Any
 
 from unirun.weights.integrations.sending import ServerClient, Source, TrainerEngine
 
-__all__ = ["Client", "Source", "TrainerEngine", "register"]
+__all__ = ["Source", "TrainerEngine", "VLLMClient", "register"]
 
 BACKEND = "unirun"
 
 HALF_NEW = "its log has the cause; start it again, as some of its weights may be new and others old"
 
 
-class Client(ServerClient):
+class VLLMClient(ServerClient):
     """The HTTP routes of one vLLM server; a ``VLLMWeightSyncClient``. Its key is that of ``vllm serve --api-key``."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:

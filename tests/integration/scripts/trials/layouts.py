@@ -18,12 +18,12 @@ from torch.nn.functional import cross_entropy
 from unirun.collocation.graph import show_ranks
 from unirun.errors import TrainingFailed
 from unirun.experiments import (
-    Engine,
     FinetuneSpec,
     GenerationConfig,
     MicroBatchSpec,
     Model,
     ModelName,
+    PipelinableEngine,
     Place,
     SequenceSample,
     topology,
@@ -70,7 +70,7 @@ def same(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> bool
     )
 
 
-def refused(engine: Engine, place: Place, mine: SequenceSample) -> None:
+def refused(engine: PipelinableEngine, place: Place, mine: SequenceSample) -> None:
     """A step whose loss is not finite in one data-parallel rank is an error in all ranks, and changes nothing."""
     last = place.topo.get_dim("data") - 1
 

@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from tests.effort import examples
 from unirun.errors import TrainingFailed, UsageError
 from unirun.experiments import MicroBatchSpec, Model, SequenceSample
-from unirun.experiments.models.api import Engine
+from unirun.experiments.models.api import PipelinableEngine
 from unirun.experiments.models.backends import TrainBackend, causal_lm
 
 from .test_stage import CONFIG, SPEC, place, tokens
 
 
-def engine(dtype: str = "float32", **how: Any) -> Engine:
+def engine(dtype: str = "float32", **how: Any) -> PipelinableEngine:
     stage = causal_lm(place(), config=CONFIG, dtype=dtype)
     schedule: dict[str, Any] = {"lr": 0.1, "schedule": "linear", "updates": 10}
     return TrainBackend(**schedule, **how).initialize(Model(place(), stage, None), SPEC).running()
 
 
-def step(engine: Engine, factor: float = 1.0, *, gradients: float = 1.0) -> dict[str, float]:
+def step(engine: PipelinableEngine, factor: float = 1.0, *, gradients: float = 1.0) -> dict[str, float]:
     """A step whose loss is multiplied by `factor`, and whose gradients by `gradients`."""
 
     def loss(outputs: torch.Tensor, part: SequenceSample) -> tuple[torch.Tensor, dict[str, float]]:
@@ -151,7 +151,7 @@ class Plain:
 def test_steps_are_those_of_torch_alone_however_often_an_engine_goes_on_from_a_checkpoint(
     steps: int, cuts: set[int], warmup: float, clip: float, parts: int
 ) -> None:
-    def made() -> Engine:
+    def made() -> PipelinableEngine:
         backend = TrainBackend(0.1, "sgd", {"momentum": 0.9}, "linear", warmup, 0.0, clip, updates=5)
         return backend.initialize(Model(place(), causal_lm(place(), config=CONFIG), None), SPEC).running()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from unirun.experiments import GenerationConfig, MicroBatchSpec, SequenceSample
-from unirun.experiments.models.api import Engine, Generated, Model
+from unirun.experiments.models.api import Generated, Model, PipelinableEngine
 from unirun.experiments.models.backends import InferenceBackend, causal_lm
 
 from .test_stage import CONFIG, SPEC, place
@@ -20,7 +20,7 @@ PROMPTS = [[[3, 1, 4], [1, 5]], [], [[9, 2, 6, 5, 3, 5]], [[8], [9, 7], [9, 3, 2
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
+def engine() -> PipelinableEngine:
     stage = causal_lm(place(), config=CONFIG)
     return InferenceBackend().initialize(Model(place(), stage, None), SPEC).running()
 
@@ -31,7 +31,7 @@ def prompts(some: list[list[list[int]]]) -> SequenceSample:
 
 
 def generated(
-    engine: Engine, sample: SequenceSample, spec: MicroBatchSpec, how: GenerationConfig
+    engine: PipelinableEngine, sample: SequenceSample, spec: MicroBatchSpec, how: GenerationConfig
 ) -> Generated:
     found = engine.generate(sample, "prompts", spec, how, stop=0, seed=3)
     assert found is not None
@@ -40,7 +40,7 @@ def generated(
 
 @pytest.mark.parametrize("spec", [MicroBatchSpec(2), MicroBatchSpec(5), MicroBatchSpec(1, 5)])
 def test_greedy_sequences_are_the_same_however_prompts_are_split(
-    engine: Engine, spec: MicroBatchSpec
+    engine: PipelinableEngine, spec: MicroBatchSpec
 ) -> None:
     how = GenerationConfig(n=2, greedy=True, max_new_tokens=6)
     sample = prompts(PROMPTS)
@@ -54,19 +54,21 @@ def test_greedy_sequences_are_the_same_however_prompts_are_split(
         torch.testing.assert_close(some, other)
 
 
-def test_each_prompt_of_each_id_has_its_continuations_in_the_order_of_the_sample(engine: Engine) -> None:
+def test_each_prompt_of_each_id_has_its_continuations_in_the_order_of_the_sample(
+    engine: PipelinableEngine,
+) -> None:
     found = generated(engine, prompts(PROMPTS), MicroBatchSpec(3), GenerationConfig(n=2, max_new_tokens=4))
     assert [len(rows) for rows in found.tokens] == [2] * sum(map(len, PROMPTS))
 
 
-def test_equal_prompts_have_other_random_numbers(engine: Engine) -> None:
+def test_equal_prompts_have_other_random_numbers(engine: PipelinableEngine) -> None:
     sample = prompts([[[3, 1, 4]], [[3, 1, 4]]])
     found = generated(engine, sample, MicroBatchSpec(2), GenerationConfig(max_new_tokens=20))
     (one,), (other,) = found.tokens
     assert not torch.equal(one, other)
 
 
-def test_sequences_that_are_drawn_are_the_same_however_prompts_are_split(engine: Engine) -> None:
+def test_sequences_that_are_drawn_are_the_same_however_prompts_are_split(engine: PipelinableEngine) -> None:
     how = GenerationConfig(n=3, max_new_tokens=12, top_p=0.9)
     parts, whole = (generated(engine, prompts(PROMPTS), MicroBatchSpec(n), how) for n in (4, 1))
     assert [[row.tolist() for row in rows] for rows in parts.tokens] == [
@@ -74,7 +76,7 @@ def test_sequences_that_are_drawn_are_the_same_however_prompts_are_split(engine:
     ]
 
 
-def test_no_prompts_give_no_sequences(engine: Engine) -> None:
+def test_no_prompts_give_no_sequences(engine: PipelinableEngine) -> None:
     nothing = prompts(PROMPTS).reorder([])
     assert generated(engine, nothing, MicroBatchSpec(), GenerationConfig()) == Generated([], [], [])
 

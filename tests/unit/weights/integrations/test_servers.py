@@ -46,11 +46,11 @@ class ServersHarness:
     ) -> tuple[Any, AbstractContextManager[None]]:
         """The iterator that sends `weights`, and the pause for one round."""
         if kind == "vllm":
-            client = vllm.Client(url, timeout=timeout)
+            client = vllm.VLLMClient(url, timeout=timeout)
             sender: Any = vllm.TrainerEngine(client, vllm.Source(weights))
             pause: AbstractContextManager[None] = nullcontext()
         else:
-            other = sglang.Client(url, timeout=timeout)
+            other = sglang.SGLangClient(url, timeout=timeout)
             sender = sglang.TrainerEngine(other, sglang.Source(weights))
             pause = other.paused()
         self.opened.append(sender.shutdown)
@@ -112,7 +112,7 @@ def test_vllm_gets_its_four_phases_in_order_while_it_is_paused_and_has_forgotten
 ) -> None:
     weights = tensors()
     server = servers.server("vllm", weights)
-    client = vllm.Client(server.url, timeout=WAIT_TIMEOUT)
+    client = vllm.VLLMClient(server.url, timeout=WAIT_TIMEOUT)
     sender = vllm.TrainerEngine(client, vllm.Source(weights))
     for _ in range(2):
         with client.paused("keep"):
@@ -129,7 +129,7 @@ def test_a_server_that_was_started_again_behind_the_same_url_gets_the_next_round
 ) -> None:
     weights = {"a": noise(3)}
     server = servers.server("vllm", weights)
-    client = vllm.Client(server.url, timeout=WAIT_TIMEOUT)
+    client = vllm.VLLMClient(server.url, timeout=WAIT_TIMEOUT)
     sender = vllm.TrainerEngine(client, vllm.Source(weights))
     for _ in range(2):
         sender.send_weights()
@@ -168,7 +168,7 @@ def test_a_phase_in_the_wrong_order_is_refused_with_the_words_of_the_server(
     phase: str, words: str, servers: ServersHarness
 ) -> None:
     server = servers.server("vllm", tensors())
-    client = vllm.Client(server.url, timeout=WAIT_TIMEOUT)
+    client = vllm.VLLMClient(server.url, timeout=WAIT_TIMEOUT)
     args: list[dict[str, object]] = [{}] if phase == "update_weights" else []
     with pytest.raises(ServerError, match=rf"refused \(500\): Call to .*{words}") as caught:
         getattr(client, phase)(*args)
@@ -177,7 +177,7 @@ def test_a_phase_in_the_wrong_order_is_refused_with_the_words_of_the_server(
 
 def test_fields_that_the_server_does_not_know_are_refused(servers: ServersHarness) -> None:
     server = servers.server("vllm", tensors())
-    client = vllm.Client(server.url, timeout=WAIT_TIMEOUT)
+    client = vllm.VLLMClient(server.url, timeout=WAIT_TIMEOUT)
     with pytest.raises(
         ServerError, match="Invalid init_info for WorkerEngine.*unexpected keyword argument 'port'"
     ):
@@ -215,7 +215,7 @@ def test_the_first_tensor_that_a_model_in_vllm_does_not_take_is_in_the_error(
 ) -> None:
     """Others cannot be tried after it: vLLM's layers are in no state for that."""
     server = servers.server("vllm", {"a": noise(3), "b": noise(3)})
-    client = vllm.Client(server.url, timeout=WAIT_TIMEOUT)
+    client = vllm.VLLMClient(server.url, timeout=WAIT_TIMEOUT)
     with (
         pytest.raises(ServerError, match=f"(?s)does not take this tensor.*{words}") as caught,
         client.paused("keep"),
@@ -249,7 +249,7 @@ def test_the_words_of_a_refusal_are_found_wherever_a_server_puts_them(
 ) -> None:
     server = servers.server("vllm", tensors(), before=lambda path: (503, json.loads(answer)))
     with pytest.raises(ServerError, match=rf"/start_weight_update refused \(503\): {ANSWERS[answer]};"):
-        vllm.Client(server.url, timeout=WAIT_TIMEOUT).start_weight_update()
+        vllm.VLLMClient(server.url, timeout=WAIT_TIMEOUT).start_weight_update()
 
 
 def test_a_success_that_is_none_is_an_error(servers: ServersHarness) -> None:
@@ -257,7 +257,7 @@ def test_a_success_that_is_none_is_an_error(servers: ServersHarness) -> None:
         "sglang", tensors(), before=lambda path: (200, {"success": False, "message": "busy"})
     )
     with pytest.raises(ServerError, match="busy"):
-        sglang.Client(server.url, timeout=WAIT_TIMEOUT).update_weights_from_disk("/nowhere")
+        sglang.SGLangClient(server.url, timeout=WAIT_TIMEOUT).update_weights_from_disk("/nowhere")
 
 
 @KINDS
@@ -288,7 +288,7 @@ def test_a_server_that_is_not_there_is_told_at_once() -> None:
     with pytest.raises(
         ServerError, match="http://127.0.0.1:1/start_weight_update did not answer: Connection refused"
     ):
-        vllm.Client("http://127.0.0.1:1", timeout=WAIT_TIMEOUT).start_weight_update()
+        vllm.VLLMClient("http://127.0.0.1:1", timeout=WAIT_TIMEOUT).start_weight_update()
 
 
 def test_a_server_that_says_nothing_is_waited_for_until_the_deadline(servers: ServersHarness) -> None:
@@ -298,7 +298,7 @@ def test_a_server_that_says_nothing_is_waited_for_until_the_deadline(servers: Se
         with pytest.raises(
             ServerTimeout, match=r"/start_weight_update did not answer within 0.1 s"
         ) as caught:
-            vllm.Client(server.url, timeout=0.1).start_weight_update()
+            vllm.VLLMClient(server.url, timeout=0.1).start_weight_update()
         assert isinstance(caught.value, TimeoutError)
         assert "start it again" in caught.value.remedy
     finally:
@@ -307,14 +307,14 @@ def test_a_server_that_says_nothing_is_waited_for_until_the_deadline(servers: Se
 
 def test_the_key_of_a_server_is_sent(servers: ServersHarness) -> None:
     server = servers.server("vllm", tensors())
-    vllm.Client(server.url, timeout=WAIT_TIMEOUT, api_key="secret").start_weight_update()
+    vllm.VLLMClient(server.url, timeout=WAIT_TIMEOUT, api_key="secret").start_weight_update()
     assert server.headers["Authorization"] == "Bearer secret"
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "https://host", "http://", "http://host/v1"])
 def test_a_url_that_is_no_server_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="write http://host:port"):
-        vllm.Client(url)
+        vllm.VLLMClient(url)
 
 
 def test_a_source_that_declares_other_tensors_than_it_yields_is_told_with_all_of_them(
@@ -332,7 +332,7 @@ def test_a_source_that_declares_other_tensors_than_it_yields_is_told_with_all_of
             yield from [("a", torch.zeros(3)), ("b", torch.zeros(2))]
 
     server = servers.server("vllm", tensors())
-    sender = vllm.TrainerEngine(vllm.Client(server.url, timeout=WAIT_TIMEOUT), Wrong())
+    sender = vllm.TrainerEngine(vllm.VLLMClient(server.url, timeout=WAIT_TIMEOUT), Wrong())
     with pytest.raises(WeightsError) as caught:
         sender.send_weights()
     assert [str(fault) for fault in caught.value.faults] == [
