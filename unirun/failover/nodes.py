@@ -27,7 +27,7 @@ from unirun.failover.moving import (
     relocation_to,
     without_room,
 )
-from unirun.failover.offers import inventory_of, misfits
+from unirun.failover.offers import inventory_of, misfits, taken_or_full
 from unirun.failover.phases import PhaseEvent
 from unirun.failover.policy import Decision
 from unirun.failover.restart_or_end import advance, end_job, give_up, unsettle
@@ -330,20 +330,19 @@ def made_up(state: JobState, offer: Offer) -> Offer:
     return replace(offer, inventory=to_json(nodes[0]).decode())
 
 
-def trouble(state: JobState, offer: Offer, ours: Mapping[str, str]) -> Dismissed | None:
-    """The reason why a node is not let in, None if it is. `ours` are the versions that it must have."""
+def trouble(
+    state: JobState, offer: Offer, ours: Mapping[str, str], joining: Collection[str] = ()
+) -> Dismissed | None:
+    """The reason why a node is not let in, None if it is. `ours` are the versions that it must have, and `joining` the
+    names of other nodes that are about to come in."""
     if state.phase not in (JobPhase.LAUNCHING, JobPhase.RUNNING):
         return Dismissed("the job is ending")
     if not state.inventory.nodes:
         return Dismissed("its ranks can be nowhere but where they are")
-    if offer.node in state.nodes:
-        return Dismissed(f"the job has a node called {offer.node}", "give it another name: --node-name")
-    most = state.spec.most_nodes
-    if most is not None and len(set(state.nodes) - {*state.placement.lost}) >= most:
-        return Dismissed(f"the job has {most} nodes, the most that it may have", "see --nnodes")
     for unfit in misfits([offer], ours):
         return Dismissed(unfit.problem, unfit.remedy)
-    return None
+    count = len(set(state.nodes) - {*state.placement.lost})
+    return taken_or_full(offer, (*state.nodes, *joining), count, state.spec.most_nodes)
 
 
 def arrived(draft: JobDraft, event: Arrived) -> None:

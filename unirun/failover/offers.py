@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -11,7 +11,7 @@ from unirun.collocation import Inventory
 from unirun.collocation.inventory import Node
 from unirun.errors import Fault
 from unirun.wire.frames import from_json
-from unirun.wire.messages import Offer
+from unirun.wire.messages import Dismissed, Offer
 
 
 def versions() -> dict[str, str]:
@@ -39,6 +39,23 @@ def misfits(offers: Sequence[Offer], ours: Mapping[str, str]) -> list[Fault]:
                 problem = f"it has {name} {theirs}, here it is {version}" if theirs else f"it has no {name}"
                 found.append(Fault(offered.node, problem, f"install {name} {version} there"))
     return found
+
+
+def false_name(offer: Offer, peer: str) -> Dismissed | None:
+    """The refusal of a node whose certificate is that of the node `peer`; empty for a stream without TLS."""
+    if peer in ("", offer.node):
+        return None
+    return Dismissed(f"its certificate is that of node {peer}, and it says that it is {offer.node}")
+
+
+def taken_or_full(offer: Offer, names: Collection[str], count: int, most: int | None) -> Dismissed | None:
+    """The refusal of a node whose name is one of `names`, or that comes into a job which has `count` nodes, and may
+    have `most`."""
+    if offer.node in names:
+        return Dismissed(f"the job has a node called {offer.node}", "give it another name: --node-name")
+    if most is not None and count >= most:
+        return Dismissed(f"the job has {most} nodes, the most that it may have", "see --nnodes")
+    return None
 
 
 def inventory_of(offers: Sequence[Offer]) -> Inventory:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from unirun.collocation import Inventory
 from unirun.errors import Fault, RendezvousError, UnirunError, WireError
-from unirun.failover.offers import inventory_of, misfits, versions
+from unirun.failover.offers import false_name, inventory_of, misfits, taken_or_full, versions
 from unirun.launcher.launch import agents_of, tasks_of
 from unirun.launcher.planned import PlannedJob
 from unirun.rendezvous.creation import store_for
@@ -178,17 +178,11 @@ class Lobby:
     def _trouble(self, first: Message, peer: str) -> Dismissed | None:
         if not isinstance(first, Offer):
             return Dismissed(f"the job has not begun, and {type(first).__name__} comes too early")
-        if peer and first.node != peer:
-            return Dismissed(f"its certificate is that of node {peer}, and it says that it is {first.node}")
-        if first.node in self._offers:
-            return Dismissed(
-                f"a node called {first.node} is there already", "give it another name: --node-name"
-            )
-        if first.rank >= 0 and first.rank in (each.rank for each in self._offers.values()):
-            return Dismissed(f"node rank {first.rank} is taken", "give each node a --node-rank of its own")
-        if first.rank >= self._most or len(self._offers) >= self._most:
-            return Dismissed(f"the job has {self._most} nodes", "see --nnodes")
-        return None
+        refusal = false_name(first, peer)
+        if refusal is None and first.rank in (each.rank for each in self._offers.values() if each.rank >= 0):
+            refusal = Dismissed(f"node rank {first.rank} is taken", "give each node a --node-rank of its own")
+        count = max(len(self._offers), first.rank)
+        return refusal or taken_or_full(first, self._offers, count, self._most)
 
     def _missing(self, least: int, timeout: float) -> RendezvousError:
         ranks = {each.rank for each in self._offers.values()}

@@ -39,7 +39,7 @@ from unirun.failover.draft import (
     whole_view,
 )
 from unirun.failover.nodes import made_up, next_life, trouble
-from unirun.failover.offers import versions
+from unirun.failover.offers import false_name, versions
 from unirun.failover.restart_or_end import shutdown_order
 from unirun.failover.state import JOB_ENDS, JobPhase, JobState, Verdict
 from unirun.failover.status_views import farewell, present, status_of
@@ -256,18 +256,10 @@ class NodeAdmission:
             refusal: Dismissed | None = Dismissed(
                 "the job runs on one host", "start it with --hosts, --nnodes or --inventory fake:nodes=2"
             )
-        elif stream.peer not in ("", offer.node):
-            refusal = Dismissed(
-                f"its certificate is that of node {stream.peer}, and it says that it is {offer.node}"
-            )
-        else:
+        elif (refusal := false_name(offer, stream.peer)) is None:
             offer = made_up(self._state(), offer) if here else offer
             offer = replace(offer, node=next_life(self._state(), offer.node))
-            refusal = trouble(self._state(), offer, versions())
-            if offer.node in self._guests:
-                refusal = Dismissed(
-                    f"a node called {offer.node} is joining already", "give it another name: --node-name"
-                )
+            refusal = trouble(self._state(), offer, versions(), self._guests)
         if refusal is not None:
             stream.send(refusal)
             return

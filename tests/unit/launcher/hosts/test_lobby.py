@@ -71,8 +71,8 @@ class TestWhoIsLetIn:
     @pytest.mark.parametrize(
         ("second", "says"),
         [
-            (offer("h0"), "a node called h0 is there already"),
-            (offer("h1", 2), "a node called h1 is there already"),
+            (offer("h0"), "the job has a node called h0"),
+            (offer("h1", 2), "the job has a node called h1"),
             (offer("h2", 1), "node rank 1 is taken"),
             (offer("h2", 3), "the job has 3 nodes"),
             (Stop(15, "x"), "Stop comes too early"),

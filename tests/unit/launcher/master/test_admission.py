@@ -190,6 +190,6 @@ def test_of_two_that_join_under_one_name_the_second_is_refused(tmp_path: Path) -
         second, _ = await harness.visit(offer("n9"))
         word = await answer(second)
         assert isinstance(word, Dismissed)
-        assert word.problem == "a node called n9 is joining already"
+        assert word.problem == "the job has a node called n9"
 
     asyncio.run(play())
