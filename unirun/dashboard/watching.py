@@ -150,11 +150,11 @@ class WatchedJob:
         """The spans of the ranks. Raises `JobError`."""
         return timeline(self.status, self.events(), time.time())
 
-    def metrics(self, axis: Axis, wanted: Sequence[tuple[str, str]] | None = None) -> Plain:
-        """The names of all metrics, and the points of some of them or of all. Raises `JobError`."""
+    def metrics(self, axis: Axis) -> Plain:
+        """The names and the points of all metrics. Raises `JobError`."""
         book = self.book()
         names = book.names()
-        chosen = [(each["role"], each["name"]) for each in names] if wanted is None else wanted
+        chosen = [(each["role"], each["name"]) for each in names]
         points: Plain = to_builtins({"series": book.points(axis, chosen)})
         return {"names": names, "too_many": book.too_many, "left_out": self._metric_tail.left_out, **points}
 

@@ -38,8 +38,9 @@ class Host(Value):
     slots: int | None = None
 
 
-def parse_hosts(text: str, where: str = "--hosts") -> tuple[Host, ...]:
-    """The hosts of ``h1,h2:4,user@h3,n[01-16]``. `where` names the text in errors. Raises `UsageError`."""
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """The hosts of ``h1,h2:4,user@h3,n[01-16]``, the form of ``--hosts``. Raises `UsageError`."""
+    where = "--hosts"
     return _unique((host for item in _items(text, where) for host in _hosts(item, where)), where)
 
 

@@ -73,8 +73,7 @@ class Peers:
 
     `generation` is the one of this worker's own group, which may be behind that of its role until it has formed
     the next. A process outside the job has no `role` of it. `welcome` is None without a launcher. `send` sends a
-    message to the agent or, from a process outside the job, to the master. `transport` is the name of that with which
-    workers are called.
+    message to the agent or, from a process outside the job, to the master.
     """
 
     def __init__(
@@ -85,14 +84,13 @@ class Peers:
         *,
         welcome: Welcome | None = None,
         send: Callable[[Message], None] | None = None,
-        transport: str = "",
     ) -> None:
         self.role, self.rank, self.welcome = role, rank, welcome
         self.config: Mapping[str, Any] = json.loads(welcome.config) if welcome else {}
         self.linked = send is not None
         self.generation = roles[role].generation if role in roles else 0
         self._send, self._pid = send, os.getpid()
-        self._transport = welcome.transport if welcome else transport
+        self._transport = welcome.transport if welcome else ""
         self._roles = dict(roles)
         self._view = updated(None, welcome.view if welcome else View(())) or View(())
         self._views = {view.name: view for view in self._view.roles}
