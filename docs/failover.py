@@ -11,8 +11,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from unirun.failover.budgets import Budget
-from unirun.failover.policy import STRIKES, Decision, Loss, decide
+from unirun.failover.policy import STRIKES, Budget, Decision, Loss, decide
 from unirun.failover.state import Ranks, RoleState, WorkerPhase, WorkerState
 
 BEGIN = "<!-- the table is made by docs/failover.py from failover/policy.py; do not edit it -->"

@@ -14,8 +14,7 @@ from msgspec.structs import replace
 
 from tests.sim.one_fault import HANGS, PEER, OneFault
 from unirun.errors import EXIT_FAILURE, EXIT_RENDEZVOUS
-from unirun.failover.budgets import Budget
-from unirun.failover.policy import Decision
+from unirun.failover.policy import Budget, Decision
 from unirun.failover.state import JobPhase
 
 PAGE: Mapping[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "docs/failover.py"))

@@ -17,11 +17,19 @@ from msgspec.structs import replace
 from unirun.collocation import Assignment, Inventory, Placement, place_again
 from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_PLACEMENT, PlacementError
-from unirun.failover.budgets import budget_of_job, with_payment
 from unirun.failover.draft import JobDraft, ToWatchers, leader
 from unirun.failover.generations import form_if_all_are_there, obstructed, order_store
 from unirun.failover.phases import PhaseEvent
-from unirun.failover.policy import Decision, Loss, consequences, decide_in, seen_graph, unit_of
+from unirun.failover.policy import (
+    Decision,
+    Loss,
+    budget_of_job,
+    consequences,
+    decide_in,
+    seen_graph,
+    unit_of,
+    with_payment,
+)
 from unirun.failover.restart_or_end import advance, delay, end_job, restart, restart_all
 from unirun.failover.state import (
     NEVER,

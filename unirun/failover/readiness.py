@@ -13,11 +13,10 @@ from msgspec.structs import replace
 
 from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_PLACEMENT, Refused
-from unirun.failover.budgets import LONGEST_DELAY
 from unirun.failover.draft import After, Due, JobDraft, ToWatchers, output_of
 from unirun.failover.generations import form_first, obstructed, opened, order_store, start_again
 from unirun.failover.phases import PhaseEvent
-from unirun.failover.policy import Decision
+from unirun.failover.policy import LONGEST_DELAY, Decision
 from unirun.failover.restart_or_end import (
     end_job,
     give_up,

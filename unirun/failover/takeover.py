@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from unirun.failover.budgets import on_this_clock
 from unirun.failover.draft import (
     After,
     Command,
@@ -25,6 +24,7 @@ from unirun.failover.draft import (
 )
 from unirun.failover.generations import complete, order_store
 from unirun.failover.phases import PhaseEvent
+from unirun.failover.policy import on_this_clock
 from unirun.failover.restart_or_end import advance, unsettle
 from unirun.failover.state import (
     JOB_ENDS,

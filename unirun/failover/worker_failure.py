@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from unirun.collocation import Placement
 from unirun.errors import EXIT_FAILURE, EXIT_RENDEZVOUS, IllegalTransition
-from unirun.failover.budgets import budget_above, budget_for, budget_of_rank, with_payment
 from unirun.failover.diagnosis import is_consequence, likely_cause, waited_for_a_peer
 from unirun.failover.draft import JobDraft, ToWatchers
 from unirun.failover.generations import clear_the_way
@@ -19,6 +18,9 @@ from unirun.failover.policy import (
     STRIKES,
     Decision,
     Loss,
+    budget_above,
+    budget_for,
+    budget_of_rank,
     consequences,
     decide,
     decide_in,
@@ -26,6 +28,7 @@ from unirun.failover.policy import (
     strikes_like,
     suspects,
     unit_of,
+    with_payment,
     with_strike,
 )
 from unirun.failover.restart_or_end import (

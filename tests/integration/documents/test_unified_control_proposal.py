@@ -17,8 +17,7 @@ from tests.documents import ROOT
 from tests.unit.failover.test_policy import role
 from unirun import RLJobBuilder
 from unirun.collocation.graph import RoleGraph, affected, graph_of
-from unirun.failover.budgets import Budget
-from unirun.failover.policy import Loss, decide
+from unirun.failover.policy import Budget, Loss, decide
 from unirun.train import DLJobBuilder
 from unirun.train.job import Job
 

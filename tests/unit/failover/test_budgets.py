@@ -16,8 +16,8 @@ from tests.unit.failover.takeover import rejoin, take_over
 from tests.unit.failover.workloads import reformed, serving, up
 from unirun.collocation import Inventory
 from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT
-from unirun.failover.budgets import on_this_clock
 from unirun.failover.draft import After, Due
+from unirun.failover.policy import on_this_clock
 from unirun.failover.state import Ranks, RolePhase
 from unirun.wire.messages import StartRole, StopWorkers
 from unirun.wire.reports import Notice, OpenStore, StoreOpened

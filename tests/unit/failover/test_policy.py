@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.documents import ROOT, text_of
-from unirun.failover.budgets import LONGEST_DELAY, Budget, budget_of
-from unirun.failover.policy import Loss, decide
+from unirun.errors import EXIT_BUDGET
+from unirun.failover.policy import LONGEST_DELAY, Budget, Loss, budget_of, decide
 from unirun.failover.state import Ranks, RoleState, WorkerPhase, WorkerState
 from unirun.spec.job import Entry, EntryKind, Restart, RoleSpec
 
@@ -57,7 +57,7 @@ def alone(
 def test_a_budget_is_spent_one_by_one() -> None:
     decisions = [decide(WORKER, role(), Budget(2, spent)) for spent in range(3)]
     assert [d.action for d in decisions] == ["restart_role", "restart_role", "end_job"]
-    assert [d.budget_spent for d in decisions] == [False, False, True]
+    assert [d.code == EXIT_BUDGET for d in decisions] == [False, False, True]
     assert decisions[0].reason == "actor:2 ended with exit code 1; restart 1 of 2 of role actor"
     assert decisions[1].reason.endswith("restart 2 of 2 of role actor")
     assert decisions[2].reason.endswith("all 2 restarts of role actor are used up")
@@ -65,14 +65,14 @@ def test_a_budget_is_spent_one_by_one() -> None:
 
 def test_without_a_budget_nothing_was_spent() -> None:
     decision = decide(WORKER, role(), Budget(0))
-    assert (decision.action, decision.budget_spent) == ("end_job", False)
+    assert (decision.action, decision.code == EXIT_BUDGET) == ("end_job", False)
     assert decision.reason == "actor:2 ended with exit code 1; role actor has no restarts (--max-restarts 0)"
 
 
 @given(losses, roles, budgets)
 def test_no_restart_follows_a_fatal_exit_code(loss: Loss, role: RoleState, budget: Budget) -> None:
     decision = decide(replace(loss, fatal=77), role, budget)
-    assert (decision.action, decision.code, decision.budget_spent) == ("end_job", 77, False)
+    assert (decision.action, decision.code, decision.code == EXIT_BUDGET) == ("end_job", 77, False)
     assert decision.reason == f"{loss.what}, and no restart follows exit code 77 (--fatal-exit-codes)"
 
 
@@ -80,7 +80,7 @@ def test_no_restart_follows_a_fatal_exit_code(loss: Loss, role: RoleState, budge
 def test_a_restart_is_decided_exactly_within_the_budget(spent: int, limit: int) -> None:
     decision = decide(WORKER, role(), Budget(limit, spent))
     assert (decision.action == "restart_role") == (spent < limit)
-    assert decision.budget_spent == (decision.action == "end_job" and limit > 0)
+    assert (decision.code == EXIT_BUDGET) == (decision.action == "end_job" and limit > 0)
     assert "actor:2" in decision.reason
 
 
@@ -97,7 +97,7 @@ def test_a_spent_budget_escalates_to_the_job_and_a_permanent_error_does_not(
     else:
         assert decision.action == "end_job"
         assert decision.reason.startswith(alone.reason)
-        assert decision.budget_spent == (alone.budget_spent or job.limit > 0)
+        assert (decision.code == EXIT_BUDGET) == (alone.code == EXIT_BUDGET or job.limit > 0)
     permanent = replace(loss, permanent=True, recoverable=None)
     assert not permanent.first_start or decide(permanent, role, budget, job=job).action == "end_job"
 
@@ -156,7 +156,7 @@ class TestATakenPort:
     @pytest.mark.parametrize(("restart", "action"), [("process", "restart_worker"), ("role", "restart_role")])
     def test_a_taken_port_costs_nothing_whatever_is_left(self, restart: Restart, action: str) -> None:
         decision = decide(self.LOSS, role("program", restart), Budget(0))
-        assert (decision.action, decision.free, decision.budget_spent) == (action, True, False)
+        assert (decision.action, decision.free, decision.code == EXIT_BUDGET) == (action, True, False)
         assert decision.reason == (
             "actor:2 ended with exit code 1, as another process listens on its port; it gets another one, at no cost"
         )
@@ -171,7 +171,7 @@ class TestAPermanentError:
         self, kind: EntryKind, stale: bool
     ) -> None:
         decision = decide(replace(self.LOSS, stale=stale), *alone(kind))
-        assert (decision.action, decision.budget_spent) == ("end_job", False)
+        assert (decision.action, decision.code == EXIT_BUDGET) == ("end_job", False)
         assert decision.reason == (
             "actor:2 ended with exit code 1, before it was up, with an error that a restart cannot mend"
         )
@@ -201,7 +201,7 @@ class TestAProcessAlone:
 
     def test_a_single_process_spends_the_budget_of_its_role(self) -> None:
         decision = decide(WORKER, *alone(spent=3))
-        assert (decision.action, decision.budget_spent) == ("end_job", True)
+        assert (decision.action, decision.code == EXIT_BUDGET) == ("end_job", True)
         assert decision.reason.endswith("all 3 restarts of role actor are used up")
 
     def test_a_single_process_that_is_a_trainer_must_have_said_that_it_is_recoverable(self) -> None:
@@ -209,7 +209,7 @@ class TestAProcessAlone:
             decide(replace(WORKER, recoverable=said), *alone("trainer")) for said in (True, False, None)
         )
         assert (yes.action, no.action, unknown.action) == ("restart_worker", "end_job", "end_job")
-        assert not no.budget_spent
+        assert no.code != EXIT_BUDGET
         assert no.reason == (
             "actor:2 ended with exit code 1; actor:2 is not recoverable (is_recoverable() returned False)"
         )
@@ -232,7 +232,7 @@ def test_a_store_that_never_served_spends_a_restart(restart: Restart, action: st
     assert decision.action == action
     assert decision.reason == "the store of role actor is gone; restart 1 of 1 of role actor"
     spent = decide(STORE, role(restart=restart), Budget(1, 1))
-    assert (spent.action, spent.budget_spent) == ("end_job", True)
+    assert (spent.action, spent.code == EXIT_BUDGET) == ("end_job", True)
 
 
 class TestALostNode:
@@ -252,7 +252,7 @@ class TestALostNode:
     def test_a_lost_node_is_one_restart_of_the_role_while_there_is_one(self, spent: int, limit: int) -> None:
         decision = decide(NODE, *alone(limit=limit, spent=spent))
         assert (decision.action == "restart_worker") == (spent < limit)
-        assert decision.budget_spent == (spent >= limit > 0)
+        assert (decision.code == EXIT_BUDGET) == (spent >= limit > 0)
 
     @pytest.mark.parametrize(
         ("recoverable", "action"), [(None, "end_job"), (False, "end_job"), (True, "restart_worker")]
@@ -295,7 +295,7 @@ class TestAnyLoss:
         again = "restart_worker" if by_itself else "restart_role"
         fatal, spent = unrecoverable(loss, role), budget.left <= 0
         assert decision.action == ("end_job" if fatal or spent else again)
-        assert decision.budget_spent == (spent and budget.limit > 0 and not fatal)
+        assert (decision.code == EXIT_BUDGET) == (spent and budget.limit > 0 and not fatal)
 
     @given(losses, roles, budgets)
     def test_any_loss_of_a_stale_worker_spends_nothing_whatever_is_left_of_the_budget(
@@ -303,7 +303,7 @@ class TestAnyLoss:
     ) -> None:
         decision = decide(replace(loss, stale=True), role, budget)
         assert decision.action == ("end_job" if unrecoverable(loss, role) else "join")
-        assert not decision.budget_spent
+        assert decision.code != EXIT_BUDGET
 
 
 def unrecoverable(loss: Loss, role: RoleState) -> bool:

@@ -12,8 +12,8 @@ from tests.unit.failover.job import KILL, TERM
 from tests.unit.failover.services import Services, place, program, service
 from tests.unit.failover.takeover import join, rejoin, take_over
 from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, EXIT_RENDEZVOUS, Refused
-from unirun.failover.budgets import LONGEST_DELAY
 from unirun.failover.draft import Due, addresses_of
+from unirun.failover.policy import LONGEST_DELAY
 from unirun.failover.readiness import waiting_to_start
 from unirun.failover.state import NEVER, JobPhase, RolePhase
 from unirun.failover.step import step
