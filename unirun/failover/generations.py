@@ -1,5 +1,5 @@
 """The formation of a generation of a role: first its rendezvous store, then the missing workers, then the
-view of all.
+view of all. And the step that all roles have committed, to which a restart of the job goes back.
 
 For the first generation all orders are sent together: the listening socket exists before its store, so early
 connections wait in its backlog. Later the socket may still belong to a store that is about to be killed; no worker may
@@ -18,8 +18,10 @@ from unirun.failover.phases import PhaseEvent
 from unirun.failover.state import (
     NEVER,
     ROLE_ENDS,
+    Commits,
     JobPhase,
     JobState,
+    PendingCommit,
     Ranks,
     RolePhase,
     RoleState,
@@ -27,9 +29,9 @@ from unirun.failover.state import (
     WorkerState,
     waiting,
 )
-from unirun.values import RankAddress
+from unirun.values import RankAddress, WorkerId
 from unirun.wire.messages import StartRole, StartWorker
-from unirun.wire.reports import OpenStore
+from unirun.wire.reports import CommitJob, MasterReply, OpenStore
 
 
 def form_first(draft: JobDraft, names: Collection[str]) -> None:
@@ -216,3 +218,74 @@ def _start(draft: JobDraft, name: str, ranks: Collection[int]) -> None:
             committed=draft.state.commits.step,
         )
         draft.order(node, order)
+
+
+# The common restart point of a job: the last step that all ranks of the roles that take part have committed.
+#
+# A rank commits a step when it has saved what it needs to go on from there. The step counts once all ranks have, in one
+# decision over all roles. A restart of the job goes back to it: no role can have a later state than another one.
+
+MAX_PENDING = 64
+"""Steps that some ranks have committed and others have not. A role that is further ahead loses the oldest ones."""
+
+
+def commit(draft: JobDraft, who: WorkerId, ask: CommitJob) -> None:
+    """Note that a rank has committed a step, and answer it. A request that comes again changes nothing."""
+    worker = draft.find(who)
+    if worker is None:
+        return
+    before = draft.state.commits
+    roles = (*dict.fromkeys(ask.roles),) or before.roles or taking_part(draft.state)
+    problem = _why_not(draft.state, who, ask.step, roles)
+    # What a role that starts again has saved may be written anew by its next ranks.
+    if not problem and draft.role(who.role).phase is not RolePhase.RESTARTING:
+        draft.put(replace(draft.state, commits=with_commit(draft.state, who, ask.step, roles)))
+    step = draft.state.commits.step
+    if step > before.step:
+        text = f"the job can go back to step {step}, which every rank of {', '.join(roles)} has committed"
+        draft.record("commit", text, *roles)
+    data = None if problem or step < 0 else str(step)
+    draft.order(worker.node, MasterReply(who, ask.number, data, problem))
+
+
+def taking_part(state: JobState) -> tuple[str, ...]:
+    """The roles that take part unless ranks name others: all but services and programs."""
+    return tuple(role.name for role in state.spec.roles if not (role.service or role.is_program))
+
+
+def _why_not(state: JobState, who: WorkerId, step: int, roles: Sequence[str]) -> str:
+    """The reason why a rank cannot commit a step; empty if it can."""
+    if step < 0:
+        return f"step {step} is negative: count from 0"
+    if unknown := [name for name in roles if name not in state.roles]:
+        return f"this job has no role {', '.join(unknown)}: it has {', '.join(state.roles)}"
+    if who.role not in roles:
+        return f"{who.role} is not one of the roles that commit together: {', '.join(roles)}"
+    before = state.commits.roles
+    if before and {*before} != {*roles}:
+        return f"ranks have committed with the roles {', '.join(before)}, and {who} with {', '.join(roles)}"
+    return ""
+
+
+def with_commit(state: JobState, who: WorkerId, step: int, roles: Sequence[str]) -> Commits:
+    """The commits of a job after one of a rank."""
+    before = replace(state.commits, roles=state.commits.roles or (*roles,))
+    if step <= before.step:
+        return before
+    steps = {each.step: dict(each.ranks) for each in before.pending}
+    ranks = steps.setdefault(step, {})
+    committed = ranks.get(who.role, ())
+    ranks[who.role] = committed if who.rank in committed else (*committed, who.rank)
+    if all(len(ranks.get(name, ())) == len(state.roles[name].workers) for name in before.roles):
+        before = replace(before, step=step)
+    later = (PendingCommit(each, steps[each]) for each in sorted(steps) if each > before.step)
+    return replace(before, pending=(*later,)[-MAX_PENDING:])
+
+
+def without_pending(commits: Commits, role: str) -> Commits:
+    """The commits without what ranks of `role`, which starts again, have committed and others have not."""
+    left = (
+        replace(each, ranks={name: ranks for name, ranks in each.ranks.items() if name != role})
+        for each in commits.pending
+    )
+    return replace(commits, pending=tuple(each for each in left if each.ranks))

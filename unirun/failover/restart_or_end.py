@@ -9,10 +9,9 @@ from msgspec.structs import replace
 
 from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_FAILURE, EXIT_PLACEMENT, IllegalTransition
-from unirun.failover.commits import without_pending
 from unirun.failover.diagnosis import is_consequence, lost, missed, waited_for_a_peer
 from unirun.failover.draft import After, Due, Finish, JobDraft, ToWatchers
-from unirun.failover.generations import form_next, start_missing
+from unirun.failover.generations import form_next, start_missing, without_pending
 from unirun.failover.phases import PhaseEvent
 from unirun.failover.policy import Decision, budget_for, with_payment
 from unirun.failover.state import (

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from unirun.collocation.graph import sound
 from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition, Refused
-from unirun.failover.commits import commit
 from unirun.failover.draft import (
     AgentLost,
     Arrived,
@@ -25,7 +24,7 @@ from unirun.failover.draft import (
     is_member,
     output_of,
 )
-from unirun.failover.generations import form_if_all_are_there, obstructed, opened
+from unirun.failover.generations import commit, form_if_all_are_there, obstructed, opened
 from unirun.failover.moving import move_rank
 from unirun.failover.nodes import (
     agent_lost,

@@ -137,7 +137,7 @@ class MasterRequest(Message):
 
 class CommitJob(Message):
     """A request: the sending rank has what it needs to go on from `step`. `roles` take part, all by default
-    (`unirun.failover.commits`). The answer is the step that all ranks of them have, None if there is none."""
+    (`unirun.failover.generations`). The answer is the step that all ranks of them have, None if there is none."""
 
     number: int
     step: int

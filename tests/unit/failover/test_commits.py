@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from tests.unit.failover.job import Job
 from tests.unit.failover.services import Services, program, service
-from unirun.failover.commits import MAX_PENDING, taking_part
 from unirun.failover.context import decode, encode, urgent
+from unirun.failover.generations import MAX_PENDING, taking_part
 from unirun.failover.status_views import status_of
 from unirun.failover.takeover import resume
 from unirun.values import WorkerId
