@@ -27,8 +27,7 @@ from benchmarks.etcd import etcd
 from benchmarks.figure import Bar, BenchmarkError, Figure, ProgramMissing, measured
 from benchmarks.job import UNIRUN, Job, Launcher, environment, started
 from unirun.collocation import Assignment, Placement
-from unirun.failover.context import encode
-from unirun.failover.context_store import ContextStore, load
+from unirun.failover.context import ContextStore, encode, load
 from unirun.failover.state import JobState, Ranks, RolePhase, WorkerPhase, new_job
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import create_job

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.effort import CHAOS
-from unirun.failover.context_store import load
+from unirun.failover.context import load
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.store.url import open_store
 

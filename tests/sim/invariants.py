@@ -17,7 +17,7 @@ from tests.sim.store import FencedStore
 from tests.sim.views import ViewChecks, told_view
 from tests.unit.failover.context.states import kept
 from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, EXIT_RENDEZVOUS
-from unirun.failover.context_store import load
+from unirun.failover.context import load
 from unirun.failover.crashes import MAX_MASTERS_PER_ERROR
 from unirun.failover.draft import (
     VIEW_DELAY,

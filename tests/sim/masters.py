@@ -14,8 +14,7 @@ from tests.sim.store import RUN, ProcessKilled
 from tests.unit.failover.context.states import kept
 from tests.unit.failover.invariants import check_job
 from unirun.errors import EXIT_FAILURE, Fenced, StoreError
-from unirun.failover.context import Ledger, encode, urgent
-from unirun.failover.context_store import ContextStore, load
+from unirun.failover.context import ContextStore, Ledger, encode, load, urgent
 from unirun.failover.crashes import (
     abort_step,
     begin_abort,

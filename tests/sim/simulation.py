@@ -26,7 +26,7 @@ from tests.sim.processes import Process, StoreModel, Who
 from tests.sim.scenario import Scenario, make_scenario
 from tests.sim.store import FencedStore, StoreClient
 from tests.sim.views import ViewChecks
-from unirun.failover import context_store, silence
+from unirun.failover import context, silence
 from unirun.failover.context import encode
 from unirun.failover.draft import Command, Event, Finish, JobDraft, ToAgent, ToAgents, ToGuest
 from unirun.failover.state import JOB_ENDS, JobState, new_job
@@ -292,7 +292,7 @@ class Simulation(Accidents):
         self.clock.after(HISTORY_TIMEOUT - 1.0, self._must_know)
         self.clock.after(HISTORY_TIMEOUT, self._lose_patience)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(context_store, "MAX_BYTES", self.scenario.piece_bytes)
+            patch.setattr(context, "MAX_BYTES", self.scenario.piece_bytes)
             patch.setattr(silence, "SILENCE_POLL_INTERVAL", LOOK_INTERVAL)
             if self.scenario.planted:
                 patch.setattr(deciding, "_handle", self._handle)

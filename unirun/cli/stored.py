@@ -151,7 +151,7 @@ class StoredJob(Value):
 def read_stored(store: Store, run_id: str) -> StoredJob:
     """The job `run_id` as the store has it. Raises `JobError` when there is no context of it, `StoreError`."""
     # Imported here: listing jobs needs no spec.
-    from unirun.failover.context_store import load
+    from unirun.failover.context import load
     from unirun.failover.status_views import status_of
 
     prefix = job_prefix(run_id)

@@ -338,7 +338,7 @@ def job_prefix(run_id: str) -> str:
 
 
 def context_prefix(run_id: str) -> str:
-    """Prefix of the context of a job (`unirun.failover.context_store`)."""
+    """Prefix of the context of a job (`unirun.failover.context`)."""
     return f"{JOBS}{run_id}/{CONTEXT}"
 
 

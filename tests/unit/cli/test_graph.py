@@ -14,7 +14,7 @@ from msgspec import structs
 from tests.unit.failover.job import Job
 from unirun.cli import main
 from unirun.collocation.graph.svg import LOOKS
-from unirun.failover.context_store import ContextStore
+from unirun.failover.context import ContextStore
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import CallStatus, JobStatus, RoleStatus, WorkerStatus
 from unirun.rendezvous.creation import create_job

@@ -14,7 +14,7 @@ from tests.unit.cli.in_process import run_cli
 from tests.unit.failover.job import Job
 from unirun.cli.stored import refuse_elsewhere
 from unirun.errors import JobElsewhere
-from unirun.failover.context_store import ContextStore
+from unirun.failover.context import ContextStore
 from unirun.failover.state import Exit, Failure, JobState
 from unirun.failover.status_views import status_of
 from unirun.observe.status import JobStatus, write_status

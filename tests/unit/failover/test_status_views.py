@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from tests.unit.failover.job import KILL, TERM, Job
 from tests.unit.failover.multi_node import gone, nodes
-from unirun.failover.context_store import summary_of
+from unirun.failover.context import summary_of
 from unirun.failover.draft import AgentLost
 from unirun.failover.status_views import FIRST_LINE, farewell, present, status_of
 from unirun.observe.status import (

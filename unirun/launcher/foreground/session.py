@@ -25,7 +25,7 @@ from unirun.errors import (
     UnirunError,
     WireError,
 )
-from unirun.failover.context_store import load
+from unirun.failover.context import load
 from unirun.failover.silence import SILENCE_TIMEOUT
 from unirun.failover.status_views import farewell
 from unirun.launcher.foreground.console import Console, prefix_of, shown

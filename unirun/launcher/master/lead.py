@@ -13,8 +13,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from unirun.errors import EXIT_FAILURE, JobError
-from unirun.failover.context import decode
-from unirun.failover.context_store import ContextStore, load
+from unirun.failover.context import ContextStore, decode, load
 from unirun.failover.crashes import (
     Crash,
     abort_step,

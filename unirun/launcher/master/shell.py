@@ -16,7 +16,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from unirun.errors import IllegalTransition, Refused, StoreError, WireError
-from unirun.failover.context_store import ContextStore
+from unirun.failover.context import ContextStore
 from unirun.failover.crashes import STORY, Crash, crash_of
 from unirun.failover.draft import (
     After,

@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from unirun.errors import Fenced, StoreError
-from unirun.failover.context import Ledger
-from unirun.failover.context_store import ContextStore
+from unirun.failover.context import ContextStore, Ledger
 from unirun.failover.draft import Command
 from unirun.failover.state import JobState, Verdict
 from unirun.rendezvous.election import Term

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tests.unit.failover.context.faulty_store import FaultyStore
 from unirun.errors import Fenced, StoreError
-from unirun.failover.context_store import ContextStore
+from unirun.failover.context import ContextStore
 from unirun.rendezvous.election import Term, campaign
 from unirun.wire.address import UnixAddress
 

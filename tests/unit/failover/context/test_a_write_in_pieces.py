@@ -12,9 +12,8 @@ from tests.unit.failover.context.context_stores import RUN, contexts
 from tests.unit.failover.context.faulty_store import Fault, FaultyStore
 from tests.unit.failover.context.states import kept, many
 from unirun.errors import StoreError
-from unirun.failover import context_store as store_module
-from unirun.failover.context import encode
-from unirun.failover.context_store import load
+from unirun.failover import context as store_module
+from unirun.failover.context import encode, load
 from unirun.failover.state import JobState, Ranks, WorkerPhase
 from unirun.wire.reports import Join
 

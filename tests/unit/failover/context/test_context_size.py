@@ -8,8 +8,7 @@ import pytest
 
 from tests.unit.failover.context.states import kept, many
 from tests.unit.failover.job import Job
-from unirun.failover.context import decode, encode
-from unirun.failover.context_store import MAX_BYTES
+from unirun.failover.context import MAX_BYTES, decode, encode
 from unirun.failover.state import KEPT_FAILURES, Exit, Failure, JobState, WorkerPhase
 from unirun.failover.step import step
 from unirun.values import WorkerId

@@ -17,8 +17,8 @@ from tests.unit.failover.context.states import kept, many
 from tests.unit.failover.job import Job
 from tests.unit.failover.random_walk import RandomWalk
 from unirun.errors import Fenced, OutcomeUnknown, StoreAway, StoreError, StoreRefused
-from unirun.failover import context_store as store_module
-from unirun.failover.context_store import MAX_BYTES, MAX_OPERATIONS, load
+from unirun.failover import context as store_module
+from unirun.failover.context import MAX_BYTES, MAX_OPERATIONS, load
 from unirun.failover.state import Exit, Failure
 from unirun.rendezvous.store.protocol import MAX_CHANGES, MAX_SIZE, Put, ValueIs
 from unirun.values import WorkerId

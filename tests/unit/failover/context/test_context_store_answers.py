@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unirun.failover.context_store import MAX_BYTES, ContextStore
+from unirun.failover.context import MAX_BYTES, ContextStore
 from unirun.rendezvous.election import campaign, job_prefix
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.values import WorkerId

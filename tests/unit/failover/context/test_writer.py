@@ -17,7 +17,7 @@ import pytest
 from tests.unit.failover.context.faulty_store import FaultyStore
 from tests.unit.failover.job import TERM, Job
 from tests.waiting import WAIT_TIMEOUT, eventually_async
-from unirun.failover.context_store import ContextStore, load
+from unirun.failover.context import ContextStore, load
 from unirun.failover.draft import Command, Record
 from unirun.failover.state import JobPhase, JobState, Verdict
 from unirun.launcher.master import writer as writing

@@ -13,7 +13,7 @@ from tests.unit.failover.context.faulty_store import FaultyStore
 from tests.unit.failover.job import Job
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import ConnectionLost
-from unirun.failover.context_store import ContextStore
+from unirun.failover.context import ContextStore
 from unirun.failover.crashes import Crash
 from unirun.failover.step import step
 from unirun.failover.takeover import resume

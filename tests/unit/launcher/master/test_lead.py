@@ -17,8 +17,7 @@ from msgspec.structs import replace
 from tests.unit.failover.context.states import kept
 from tests.unit.failover.job import TERM, Job
 from unirun.errors import EXIT_FAILURE, JobError
-from unirun.failover.context import encode
-from unirun.failover.context_store import ContextStore, load
+from unirun.failover.context import ContextStore, encode, load
 from unirun.failover.crashes import MAX_MASTERS_PER_ERROR, Crash, record_crash
 from unirun.failover.state import Commits, JobPhase, JobState, PendingCommit
 from unirun.failover.step import step

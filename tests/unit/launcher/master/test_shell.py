@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.launcher.master.harness import ELECTION_PREFIX, MasterHarness, receive_all, receive_until
-from unirun.failover.context_store import load
+from unirun.failover.context import load
 from unirun.rendezvous.election import campaign, leader_of
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress
