@@ -21,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unirun.errors import UsageError
 from unirun.roles.context import init
-from unirun.roles.formation import Formation
-from unirun.roles.interruption import Interrupted, MainThread
+from unirun.roles.formation import Formation, Interrupted, MainThread
 from unirun.roles.process_groups import dist, process_groups
 from unirun.roles.replicas import in_memory, newer
 from unirun.wire.reports import Boundary, Resilient
