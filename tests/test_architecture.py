@@ -74,9 +74,6 @@ MAX_LINES = 800
 SMALL = {
     "dashboard.guarding": "decides who is let in, without a request at hand",
     "dashboard.report": "needs no server",
-    "failover.stragglers": "decides for the master's shell, without an event of the state machine",
-    "launcher.master.stragglers": "hardly any of it is an event of the state machine that the master's shell drives",
-    "launcher.master.questions": "its streams are those of the master's shell, and nothing of it is an event",
     "launcher.usage": "its driver is apart from the agent, which has it as an attribute",
     "weights.dtensors": "imports DTensor, which takes long",
     "weights.integrations.vllm": "users import it",

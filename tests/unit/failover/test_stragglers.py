@@ -13,8 +13,8 @@ from tests.unit.failover.job import Job
 from tests.unit.failover.multi_node import nodes
 from tests.unit.failover.workloads import serving
 from unirun.failover.draft import Straggles
+from unirun.failover.hangs import WINDOWS, Lateness, Windows, late_ranks
 from unirun.failover.state import RolePhase
-from unirun.failover.stragglers import WINDOWS, Lateness, Windows, late_ranks
 from unirun.values import WorkerId
 from unirun.wire.messages import StopWorkers
 

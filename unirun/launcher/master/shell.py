@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -35,8 +35,6 @@ from unirun.failover.draft import (
     ToVisitors,
     ToWatchers,
     order_text,
-    welcome,
-    whole_view,
 )
 from unirun.failover.nodes import made_up, next_life, trouble
 from unirun.failover.offers import false_name, versions
@@ -45,10 +43,9 @@ from unirun.failover.state import JOB_ENDS, JobPhase, JobState, Verdict
 from unirun.failover.status_views import farewell, present, status_of
 from unirun.launcher.environment import carried, for_workers
 from unirun.launcher.master.beats import OWNER_TIMEOUT, HeartbeatMonitor, unheard, wake_stopped
-from unirun.launcher.master.hangs import HangWatch, StepsWatch
+from unirun.launcher.master.hangs import HangWatch, StepsWatch, StragglerWatch
 from unirun.launcher.master.notifying import Notifier
-from unirun.launcher.master.questions import Answer, Questions
-from unirun.launcher.master.stragglers import StragglerWatch
+from unirun.launcher.master.visitors import Answer, Questions, Visitors, tell_all
 from unirun.launcher.master.writer import StateWriter
 from unirun.observe.events import EventLog, EventReader, LineLog, led_to
 from unirun.observe.jobdir import JobDir, ProcessWatch
@@ -68,8 +65,6 @@ from unirun.wire.messages import (
     DebugInput,
     Dismissed,
     Drain,
-    Ended,
-    Grow,
     Heartbeat,
     Inject,
     Offer,
@@ -78,7 +73,6 @@ from unirun.wire.messages import (
     Ready,
     Shutdown,
     Stop,
-    View,
     Visit,
 )
 from unirun.wire.reporting import gave_up, report, report_error
@@ -95,7 +89,6 @@ from unirun.wire.reports import (
     Sample,
     StepsAgain,
     Unanswered,
-    ViewWanted,
 )
 
 # The file with the status of a job: written at most every so often, and by a thread, so that no event waits for it.
@@ -182,51 +175,6 @@ def _written_at(path: Path) -> int:
         return path.stat().st_mtime_ns
     except OSError:
         return 0
-
-
-# Processes outside the job that call its workers: they are told what workers are told of each other.
-
-
-class Visitors:
-    """The streams of all visitors. `state` gives the present state, as far as it is stored; `apply` takes a step."""
-
-    def __init__(self, state: Callable[[], JobState], apply: Callable[[Event], bool]) -> None:
-        self._state, self._apply = state, apply
-        self._streams: set[Stream] = set()
-
-    async def follow(self, stream: Stream) -> None:
-        """Serve a visitor until it leaves."""
-        self._streams.add(stream)
-        try:
-            stream.send(welcome(self._view(), self._state().spec))
-            if (end := farewell(self._state())) is not None:
-                stream.send(end)
-            while True:
-                message = await stream.receive()
-                if isinstance(message, ViewWanted):
-                    stream.send(self._view())
-                elif isinstance(message, Grow):
-                    self._apply(message)
-        except WireError:
-            return
-        finally:
-            self._streams.discard(stream)
-
-    def tell(self, message: View | Ended) -> None:
-        """Send `message` to all of them."""
-        tell_all(self._streams, message)
-
-    def _view(self) -> View:
-        state = self._state()
-        return whole_view(state, state.told.number if state.told else 0)
-
-
-def tell_all(streams: Collection[Stream], message: Message) -> None:
-    """Send `message`, which is encoded once."""
-    if streams:
-        frame = frame_of(message)
-        for stream in streams:
-            stream.send_frame(frame)
 
 
 # The admission of nodes to the running job: the master's side of their streams.

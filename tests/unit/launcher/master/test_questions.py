@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.launcher.master.harness import MasterHarness, end_well, receive_until
-from unirun.launcher.master.questions import Questions
+from unirun.launcher.master.visitors import Questions
 from unirun.wire.messages import Attach, Debug, DebugInput, Profile
 from unirun.wire.reports import DebugEnded, DebugOutput, Profiled
 

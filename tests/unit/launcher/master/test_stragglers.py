@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.failover.job import Job
 from tests.unit.launcher.master.harness import MasterHarness, end_well, receive_until, worker_exited
-from unirun.launcher.master import stragglers
+from unirun.launcher.master import hangs
 from unirun.values import WorkerId
 from unirun.wire.messages import Attach
 from unirun.wire.reports import Arrivals, FromWorker, Notice
@@ -28,7 +28,7 @@ def test_nothing_is_kept_of_a_straggler_that_has_ended() -> None:
     """An incarnation that is over comes in no later window."""
     job = Job({"actor": 3})
     job.on(job.join("n0"))
-    watch = stragglers.StragglerWatch(lambda: job.state, lambda *about: None, lambda straggles: None)
+    watch = hangs.StragglerWatch(lambda: job.state, lambda *about: None, lambda straggles: None)
     for window, incarnation in enumerate((5, 6, 7)):
         group = "actor", "0", "", window
         late, *rest = (
@@ -43,7 +43,7 @@ def test_nothing_is_kept_of_a_straggler_that_has_ended() -> None:
 def test_a_rank_that_is_late_in_three_windows_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stragglers, "GATHER_SECONDS", 0.01)
+    monkeypatch.setattr(hangs, "GATHER_SECONDS", 0.01)
     harness = MasterHarness(tmp_path, Job({"actor": 3}))
     text = "actor:1 on n0 is a straggler: the other ranks wait for it in collectives 50% of the time (z-score 25)"
     said: list[str] = []

@@ -1,18 +1,24 @@
-"""The master's side of what commands ask ranks: it passes questions on to agents, and the answers back.
+"""The processes outside the job that the master serves: commands, which ask ranks, and visitors, which call workers.
 
-None of it is an event of the master's state machine, and nothing is stored: a command asks the next master again.
+None of it is an event of the master's state machine but the wish of a visitor for more ranks, and nothing is stored: a
+command asks the next master again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from msgspec.structs import replace
 
+from unirun.errors import WireError
+from unirun.failover.draft import Event, welcome, whole_view
 from unirun.failover.state import JobState
-from unirun.wire.aio import Stream
-from unirun.wire.messages import AskStacks, Debug, DebugInput, Profile, StacksAsked
-from unirun.wire.reports import DebugEnded, DebugOutput, Profiled, Stacks, TracePart
+from unirun.failover.status_views import farewell
+from unirun.wire.aio import Stream, frame_of
+from unirun.wire.messages import AskStacks, Debug, DebugInput, Ended, Grow, Profile, StacksAsked, View
+from unirun.wire.reports import DebugEnded, DebugOutput, Message, Profiled, Stacks, TracePart, ViewWanted
+
+# Questions to ranks: the master passes them on to agents, and the answers back.
 
 Answer = Stacks | DebugOutput | DebugEnded | TracePart | Profiled
 """The messages of agents for commands."""
@@ -94,3 +100,48 @@ class Questions:
 
 def _refused(number: int, debugs: bool, problem: str) -> DebugEnded | Profiled:
     return DebugEnded(number, problem) if debugs else Profiled(number, problem=problem)
+
+
+# Processes outside the job that call its workers: they are told what workers are told of each other.
+
+
+class Visitors:
+    """The streams of all visitors. `state` gives the present state, as far as it is stored; `apply` takes a step."""
+
+    def __init__(self, state: Callable[[], JobState], apply: Callable[[Event], bool]) -> None:
+        self._state, self._apply = state, apply
+        self._streams: set[Stream] = set()
+
+    async def follow(self, stream: Stream) -> None:
+        """Serve a visitor until it leaves."""
+        self._streams.add(stream)
+        try:
+            stream.send(welcome(self._view(), self._state().spec))
+            if (end := farewell(self._state())) is not None:
+                stream.send(end)
+            while True:
+                message = await stream.receive()
+                if isinstance(message, ViewWanted):
+                    stream.send(self._view())
+                elif isinstance(message, Grow):
+                    self._apply(message)
+        except WireError:
+            return
+        finally:
+            self._streams.discard(stream)
+
+    def tell(self, message: View | Ended) -> None:
+        """Send `message` to all of them."""
+        tell_all(self._streams, message)
+
+    def _view(self) -> View:
+        state = self._state()
+        return whole_view(state, state.told.number if state.told else 0)
+
+
+def tell_all(streams: Collection[Stream], message: Message) -> None:
+    """Send `message`, which is encoded once."""
+    if streams:
+        frame = frame_of(message)
+        for stream in streams:
+            stream.send_frame(frame)
