@@ -74,7 +74,6 @@ MAX_LINES = 800
 SMALL = {
     "dashboard.guarding": "decides who is let in, without a request at hand",
     "dashboard.report": "needs no server",
-    "launcher.usage": "its driver is apart from the agent, which has it as an attribute",
     "weights.dtensors": "imports DTensor, which takes long",
     "weights.integrations.vllm": "users import it",
 }

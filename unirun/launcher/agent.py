@@ -27,6 +27,7 @@ from unirun.launcher.environment import FRESH, SpawnerKey, for_workers, mask_of
 from unirun.launcher.events import AgentState, end_of, holdings, masked
 from unirun.launcher.hangs import ProgressWatch
 from unirun.launcher.logs import LogFollower
+from unirun.launcher.monitoring import DeviceUsage, NodeHealth, sample_of, unanswered
 from unirun.launcher.notes import kill_note, kills_so_far, remove_draft, tail
 from unirun.launcher.orders import Orders, PortBook
 from unirun.launcher.probes import Probing
@@ -40,10 +41,8 @@ from unirun.launcher.process import (
 )
 from unirun.launcher.profiling import Profiling
 from unirun.launcher.requests import send_request
-from unirun.launcher.sickness import NodeHealth, unanswered
 from unirun.launcher.standby import following
 from unirun.launcher.timers import TimerPipe, session_of
-from unirun.launcher.usage import DeviceUsage, sample_of
 from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose
 from unirun.observe.jobdir import JobDir, ProcessWatch, open_log
 from unirun.rendezvous.endpoints import Endpoint

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from unirun.launcher.sickness import NodeHealth
+from unirun.launcher.monitoring import NodeHealth
 from unirun.wire.reports import Sick
 
 LOST, NOT_SUPPORTED, TIMEOUT = 15, 3, 10

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from unirun.launcher.sickness import address_of, unanswered
+from unirun.launcher.monitoring import address_of, unanswered
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
 ESTABLISHED, SYN_SENT, FIN_WAIT = "01", "02", "04"

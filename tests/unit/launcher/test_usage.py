@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from tests.unit.launcher.agent import worker
 from unirun.launcher.events import AgentState
-from unirun.launcher.usage import DeviceUsage, sample_of
+from unirun.launcher.monitoring import DeviceUsage, sample_of
 
 
 class FakeNvml:
