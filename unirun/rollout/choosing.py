@@ -19,6 +19,9 @@ from unirun.values import Engine, Value, WorkerId
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 2.0
 """Seconds for which an engine is doubted after its first failure in a row, and at most."""
 
+PREFIX_LOAD = 1.1
+"""Requests in flight to the engine that equal prompts are sent to, divided by those to the engine with the fewest, up
+to which it gets another one. With less than ten to each, all are spread evenly."""
 
 Policy = Literal["round_robin", "least_requests", "least_token_usage"]
 """The rule by which the engine for a request is chosen: the one whose turn is longest ago, the one with the fewest
@@ -75,15 +78,20 @@ def choose(
     now: float,
     policy: Policy = "least_requests",
     stay: WorkerId | None = None,
+    prompt: int | None = None,
 ) -> Engine | float:
     """The engine for a request that those to `avoid` have failed on; they get it only when there is no other. It is the
     one that the request shall `stay` on, if that can have it, or else that of the `policy`.
+
+    With ``least_requests``, those with the same number of a `prompt` go to the same engine unless that has many more
+    than another one (`PREFIX_LOAD`): it has the keys and values of the prompt, if it shares them, as vLLM does.
 
     If none can have it now, the seconds after which to look again; inf: only when the engines have changed.
     """
     best: Load | None = None
     order: tuple[bool, int, int] | None = None
     next_look = inf
+    free: list[Load] = []
     for load in loads:
         if not load.engine.ready:
             continue
@@ -96,9 +104,17 @@ def choose(
             its = (load.engine in avoid, load.tokens if policy == "least_token_usage" else 0, load.turn)
         if stay is not None and not its[0] and stay[1:] == (load.engine.rank, load.engine.incarnation):
             return load.engine
+        if not its[0]:
+            free.append(load)
         if order is None or its < order:
             best, order = load, its
-    return best.engine if best is not None else next_look - now
+    if best is None:
+        return next_look - now
+    if free and prompt is not None and policy == "least_requests":
+        home = free[prompt % len(free)]
+        if home.in_flight <= best.in_flight * PREFIX_LOAD:
+            return home.engine
+    return best.engine
 
 
 def begun(load: Load, turn: int, tokens: int = 0) -> Load:

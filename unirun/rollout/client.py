@@ -331,12 +331,14 @@ class EngineClient:
         timeout: float | None = None,
         policy: Policy = "least_requests",
         stay: WorkerId | None = None,
+        prompt: int | None = None,
         **sampling: Any,
     ) -> Answer:
         """Tokens for tokens, by vLLM's ``/inference/v1/generate``. `sampling` has fields of vLLM's ``SamplingParams``.
 
         The engine is the one to `stay` on, if that is ready, or else it is chosen by the `policy`: ``round_robin``,
-        ``least_requests`` or ``least_token_usage``.
+        ``least_requests`` or ``least_token_usage``. Requests with the same number of a `prompt` go to the same engine
+        if they can (``least_requests``), which need not compute what they begin with again.
 
         The answer has `Answer.token_ids` and `Answer.spans` (vLLM 0.32; 0.28 does not say the versions). vLLM has this
         route with ``--enable-scale-out``; without it there is ``complete(token_ids, return_token_ids=True)``.
@@ -345,7 +347,9 @@ class EngineClient:
         if model is not None:
             body["model"] = model
         tokens = len(token_ids) + (sampling.get("max_tokens") or 0)
-        return await self.post(GENERATE, body, timeout=timeout, policy=policy, stay=stay, tokens=tokens)
+        return await self.post(
+            GENERATE, body, timeout=timeout, policy=policy, stay=stay, tokens=tokens, prompt=prompt
+        )
 
     async def post(
         self,
@@ -356,10 +360,11 @@ class EngineClient:
         policy: Policy = "least_requests",
         stay: WorkerId | None = None,
         tokens: int = 0,
+        prompt: int | None = None,
     ) -> Answer:
         """The answer to `body`, as JSON, from any route of the servers: ``/pooling``, ``/v1/embeddings`` …
 
-        It is a request for so many `tokens`; see `generate` for `policy` and `stay`.
+        It is a request for so many `tokens`; see `generate` for `policy`, `stay` and `prompt`.
 
         Raises `ServerError` when a server says that the request is wrong, or when several have failed on it;
         `ServerTimeout` at the deadline; and `UsageError`.
@@ -380,7 +385,7 @@ class EngineClient:
             with page().awaiting(asyncio.get_running_loop()):
                 while True:
                     line = None
-                    line = await self._line(failures, deadline, policy, stay)
+                    line = await self._line(failures, deadline, policy, stay, prompt)
                     self._turn += 1
                     found = await line.post(path, encoded, turn=self._turn, deadline=deadline, tokens=tokens)
                     if not line.load.doubted:
@@ -404,13 +409,15 @@ class EngineClient:
         deadline: float,
         policy: Policy,
         stay: WorkerId | None,
+        prompt: int | None,
     ) -> Connections:
         """The connections to the engine that gets the request. Raises `TimeoutError` at the deadline."""
         now = asyncio.get_running_loop().time
         avoid = tuple(each.engine for each in failures)
         while True:
             self._update()
-            chosen = choose([each.load for each in self._lines.values()], avoid, now(), policy, stay)
+            loads = [each.load for each in self._lines.values()]
+            chosen = choose(loads, avoid, now(), policy, stay, prompt)
             if isinstance(chosen, Engine):
                 return self._lines[chosen]
             look = min(deadline, now() + chosen)

@@ -84,6 +84,7 @@ class EngineCompleter:
         seed = sampling.pop("seed", None)
         # Continuations of a request have no other name than this.
         name = conversation or f"{random.getrandbits(64):x}"
+        prompt = hash(tuple(token_ids))
         made, logprobs, versions = list[int](), list[float](), list[int]()
         while True:
             left = most - len(made)
@@ -92,7 +93,7 @@ class EngineCompleter:
             if seed is not None:
                 # The first token of a chunk has another random number than that of the chunk before.
                 how["seed"] = seed + len(made)
-            answer = await self._ask(name, [*token_ids, *made], how)
+            answer = await self._ask(name, prompt, [*token_ids, *made], how)
             made += answer.token_ids
             logprobs += _logprobs(answer)
             versions += _versions(answer)
@@ -102,12 +103,13 @@ class EngineCompleter:
                 reason = answer.finish_reason or "length"
                 return Completion(tuple(made), tuple(logprobs), tuple(versions), reason)
 
-    async def _ask(self, name: str, token_ids: Sequence[int], how: dict[str, Any]) -> Answer:
+    async def _ask(self, name: str, prompt: int, token_ids: Sequence[int], how: dict[str, Any]) -> Answer:
         answer = await self._client.generate(
             token_ids,
             timeout=self._timeout,
             policy=self._policy,
             stay=self._home(name),
+            prompt=prompt,
             logprobs=0,
             **how,
         )

@@ -13,6 +13,7 @@ from unirun.rollout.choosing import (
     MAX_PAUSE_SECONDS,
     MIN_PAUSE_SECONDS,
     POLICIES,
+    PREFIX_LOAD,
     Kind,
     Load,
     RequestFailure,
@@ -65,6 +66,43 @@ def test_a_request_stays_on_its_engine_unless_that_has_failed_or_is_another_proc
     assert choose(loads, (), 0.0, stay=stay) == engine(1)
     assert choose(loads, (engine(1),), 0.0, stay=stay) == engine(0)
     assert choose(loads, (), 0.0, stay=stay._replace(incarnation=1)) == engine(0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_equal_prompts_go_to_one_engine_until_it_has_many_more_than_another_one(count: int) -> None:
+    loads = [Load(engine(rank), 100) for rank in range(count)]
+    homes = {number: choose(loads, (), 0.0, prompt=number) for number in range(-10, 10)}
+    assert {*homes.values()} == {load.engine for load in loads}
+    for turn in range(1, 200):
+        found = choose(loads, (), 0.0, prompt=7)
+        assert isinstance(found, Engine)
+        loads[found.rank] = begun(loads[found.rank], turn)
+        most, least = max(load.in_flight for load in loads), min(load.in_flight for load in loads)
+        assert most <= least * PREFIX_LOAD + 1
+        if turn <= 10:
+            assert found == homes[7]
+
+
+def test_equal_prompts_are_spread_while_engines_have_little_to_do_and_by_other_policies() -> None:
+    loads = [Load(engine(0)), Load(engine(1))]
+    for turn in range(1, 7):
+        found = choose(loads, (), 0.0, prompt=4)
+        assert isinstance(found, Engine)
+        loads[found.rank] = begun(loads[found.rank], turn)
+    assert [load.in_flight for load in loads] == [3, 3]
+    loads = [Load(engine(0), 90, turn=9, tokens=9), Load(engine(1), 89, turn=8, tokens=8)]
+    assert [choose(loads, (), 0.0, policy, prompt=4) for policy in POLICIES] == [
+        engine(1),
+        engine(0),
+        engine(1),
+    ]
+
+
+def test_equal_prompts_go_elsewhere_when_their_engine_has_failed_on_one() -> None:
+    loads = [Load(engine(0), 50), Load(engine(1), 50), Load(engine(2), 50, doubted=1.0)]
+    assert choose(loads, (), 0.0, prompt=4) == engine(0)
+    assert choose(loads, (engine(0),), 0.0, prompt=4) == engine(1)
+    assert choose(loads, (), 0.0, stay=WorkerId("engine", 1, 0), prompt=4) == engine(1)
 
 
 def test_an_engine_that_is_not_ready_gets_none() -> None:
