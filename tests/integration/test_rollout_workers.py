@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import resource
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.documents import ROOT
 from tests.integration.harness import Unirun
+from tests.waiting import eventually
 
+STUB = Path(__file__).parents[1] / "testbed" / "engine.py"
 TRIALS = Path(__file__).parent / "scripts" / "trials"
 
 
@@ -38,6 +43,40 @@ def test_groups_of_rollout_workers_arrive_once_and_never_too_old_though_one_work
     assert "rollout_worker:0" in result.err
     lines = [*map(json.loads, (tmp_path / "trajectories" / "1.jsonl").read_text().splitlines())]
     assert lines[0]["trajectories"][0]["text"].endswith("=AB")
+
+
+@pytest.mark.chaos
+@pytest.mark.usefixtures("warm_models")
+@pytest.mark.timeout(300)
+def test_five_thousand_episodes_are_open_in_one_worker_though_a_process_may_have_1024_files(
+    unirun: Unirun, tmp_path: Path
+) -> None:
+    file = job(tmp_path, "rolling:Many", 1)
+    made = json.loads(file.read_text())
+    made["roles"]["model_worker"]["workload"] = "rolling:ConsumerOfMany"
+    made["trainer"] = "rolling:Watcher"
+    stub = [str(STUB), "--port", "{port}", "--latency", "1000", "--enable-scale-out"]
+    # Each has 625 requests.
+    made["roles"]["generation_server"] = {
+        "program": sys.executable,
+        "args": stub,
+        "service": True,
+        "ready": "http:/health",
+        "count": 8,
+    }
+    file.write_text(json.dumps(made))
+    limits = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 16384))}
+    running = unirun.start("--config", file, env={"PYTHONPATH": f"{TRIALS}:{ROOT}"}, **limits)
+
+    def open_ones() -> bool:
+        assert running.popen.poll() is None, running.text
+        return unirun.workers()["rollout_worker:0"]["metrics"].get("rollout/episodes") == 5000
+
+    eventually(open_ones, "all episodes are open", 250)
+    (tmp_path / "enough").touch()
+    result = running.end()
+    assert result.code == 0, result.err
+    assert "Too many open files" not in result.err
 
 
 @pytest.mark.usefixtures("warm_models")

@@ -308,6 +308,8 @@ class MasterWorkerProcess(BaseTrainer):
             versions={name: version + (name in trained) for name, version in info.versions.items()},
         )
         figures |= {"seconds": seconds, "master_seconds": time.process_time() - used}
+        if self._manager is not None:
+            figures["trajectories/waited_share"] = figures["trajectories/waited"] / seconds
         self._write_figures(info.step, figures)
         if self._manager is not None:
             self._source.publish(info.step)

@@ -24,6 +24,7 @@ from unirun.experiments.config import AGENTS, DATASETS, ENVIRONMENTS, GserverMan
 from unirun.experiments.datasets import Dataset, DatasetUtility, Joined, load_tokenizer
 from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.sample import SequenceSample
+from unirun.launcher.process import spare_descriptors
 from unirun.observe.events import LineLog
 from unirun.roles import BaseWorkload
 from unirun.rollout.client import EngineClient
@@ -93,6 +94,8 @@ class RolloutWorkerProcess(BaseWorkload):
         self._trial = trial_of(self.config)
         import_modules(self._trial.modules, self._trial.folder)
         self._mine, self._manager = self.settings()
+        # Each open episode has a connection.
+        spare_descriptors()
         try:
             self._read()
         except UsageError:
@@ -205,12 +208,13 @@ class RolloutWorkerProcess(BaseWorkload):
         )
 
     async def _tell(self, pool: Pool) -> None:
-        before, since = pool.outcomes, time.monotonic()
+        before, idle, since = pool.outcomes, pool.idle_seconds, time.monotonic()
         while True:
             await asyncio.sleep(REPORT_INTERVAL)
-            now, at = pool.outcomes, time.monotonic()
-            self.master_handle.report(figures(before, now, at - since))
-            before, since = now, at
+            now, waited, at = pool.outcomes, pool.idle_seconds, time.monotonic()
+            found = figures(before, now, at - since)
+            self.master_handle.report({**found, "rollout/idle_share": (waited - idle) / (at - since)})
+            before, idle, since = now, waited, at
 
     def teardown(self) -> None:
         """Cancel the episodes that are open."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+import time
 from collections import Counter
 from collections.abc import (
     AsyncGenerator,
@@ -174,6 +175,8 @@ class Pool:
         self._version = 0
         self._serial, self._numbers = secrets.token_hex(6), itertools.count()
         self._flights: set[_Flight] = set()
+        # Seconds without any, and the time since which there are none now.
+        self._idle, self._idle_since = 0.0, time.monotonic()
         self._counts: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
         self._failed_in_a_row = 0
@@ -183,6 +186,11 @@ class Pool:
         """The numbers of groups and episodes so far."""
         episodes = sum(len(flight.episodes) for flight in self._flights)
         return Outcomes(open=len(self._flights), episodes=episodes, **self._counts)
+
+    @property
+    def idle_seconds(self) -> float:
+        """The seconds so far in which no group was made."""
+        return self._idle + (0.0 if self._flights else time.monotonic() - self._idle_since)
 
     @property
     def version(self) -> int:
@@ -304,11 +312,13 @@ class Pool:
             asyncio.create_task(self._episode(data, flight, number, more)) for number in range(self._size)
         ]
         if counts:
+            self._idle = self.idle_seconds
             self._flights.add(flight)
         try:
             found = await asyncio.gather(*flight.episodes, return_exceptions=True)
         finally:
             self._flights.discard(flight)
+            self._idle_since = time.monotonic()
             for each in flight.episodes:
                 each.cancel()
         group, outcome = self._judged(data, flight, found)

@@ -147,6 +147,25 @@ def test_who_waits_for_a_group_is_told_when_nobody_advances_the_version() -> Non
     play(story)
 
 
+def test_time_without_any_group_is_idle() -> None:
+    async def story() -> None:
+        engine = FakeCompleter()
+        engine.hold()
+        pool = Pool(engine, last_digit)
+        first = pool.idle_seconds
+        await until(lambda: pool.idle_seconds > first)
+        found = asyncio.create_task(all_of(pool.run(prompts(2))))
+        await until(lambda: engine.waiting == 2)
+        busy = pool.idle_seconds
+        await asyncio.sleep(0.02)
+        assert pool.idle_seconds == busy
+        engine.release()
+        await found
+        await until(lambda: pool.idle_seconds > busy)
+
+    play(story)
+
+
 def test_no_more_are_open_than_allowed() -> None:
     async def story() -> None:
         engine = FakeCompleter()

@@ -21,6 +21,7 @@ from unirun.experiments.models.api import Place
 from unirun.experiments.models.backends import causal_lm
 from unirun.experiments.server.generator import Generator
 from unirun.experiments.server.routes import Routes
+from unirun.launcher.process import spare_descriptors
 from unirun.weights.integrations.vllm_guard import SameHost
 from unirun.wire.reporting import report
 
@@ -120,6 +121,8 @@ def serve(options: argparse.Namespace) -> int:
         await server.serve()
 
     sys.setswitchinterval(SWITCH_INTERVAL)
+    # Each open request has a connection.
+    spare_descriptors()
     asyncio.run(run())
     generator.stop()
     generator.join(SHUTDOWN_TIMEOUT)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from unirun.experiments import (
     register_tokenizer,
 )
 from unirun.experiments.rollout_worker import TRAJECTORIES, RolloutWorkerProcess
-from unirun.rollout import Completion, Recorder
+from unirun.rollout import Completer, Completion, Recorder
 
 BATCH, ETA = 4, 1
 
@@ -53,6 +54,12 @@ class Pairs:
         return float(len(answer.token_ids))
 
 
+class Fifty(Pairs):
+    """An agent of groups of fifty."""
+
+    group_size = 50
+
+
 class Missing:
     """An agent whose file is not there."""
 
@@ -63,6 +70,7 @@ class Missing:
 register_tokenizer("rolling-letters", Letters)
 register_agent("rolling-missing", Missing)
 register_agent("rolling-pairs", Pairs)
+register_agent("rolling-fifty", Fifty)
 
 
 class Memory:
@@ -104,7 +112,7 @@ class Rolling(RolloutWorkerProcess):
             [DatasetAbstraction("prompt", {"rows": rows})],
         ), GserverManager(actor, 1, "round_robin", ETA, BATCH, 10, 8)
 
-    def completer(self) -> Memory:
+    def completer(self) -> Completer:
         """See there."""
         return Memory(version_file(self.config), self.rank == 0 and unirun.init().incarnation == 0)
 
@@ -118,8 +126,24 @@ class Broken(Rolling):
         return dataclasses.replace(worker, agent=AgentAbstraction("rolling-missing")), manager
 
 
+class Many(Rolling):
+    """One that has a hundred groups of fifty open, whose engines are those of the job."""
+
+    def settings(self) -> tuple[RolloutWorker, GserverManager]:
+        """See there."""
+        worker, manager = super().settings()
+        many = dataclasses.replace(manager, max_concurrent_rollouts=100, max_head_offpolicyness=100)
+        return dataclasses.replace(worker, agent=AgentAbstraction("rolling-fifty")), many
+
+    def completer(self) -> Completer:
+        """Those of every rollout worker."""
+        return RolloutWorkerProcess.completer(self)
+
+
 class Consumer(unirun.BaseWorkload):
     """Takes groups."""
+
+    eta, concurrent = ETA, 8
 
     def setup(self) -> None:
         """The queue."""
@@ -128,8 +152,8 @@ class Consumer(unirun.BaseWorkload):
             producer="rollout_worker",
             consumer="model_worker",
             batch=BATCH,
-            max_head_offpolicyness=ETA,
-            max_concurrent_rollouts=8,
+            max_head_offpolicyness=self.eta,
+            max_concurrent_rollouts=self.concurrent,
         )
 
     def take(self, version: int) -> list[tuple[int, str, list[int]]]:
@@ -139,6 +163,29 @@ class Consumer(unirun.BaseWorkload):
         found = [(item.version, item.value.ids[0], item.value["packed_input_ids"].tolist()) for item in items]
         self.queue.done()
         return found
+
+
+class ConsumerOfMany(Consumer):
+    """Takes none; rollout workers may begin many."""
+
+    eta, concurrent = 100, 100
+
+    def begin(self) -> None:
+        """Let them begin."""
+        self.queue.advance(0)
+
+
+class Watcher(unirun.BaseTrainer):
+    """Ends when there is a file."""
+
+    def init(self) -> None:
+        """Nothing."""
+
+    def fit(self) -> None:
+        """Wait for it."""
+        self.RG_MODEL_WORKER.begin()
+        while not Path(self.config.root, "enough").exists():
+            time.sleep(0.05)
 
 
 class Taker(unirun.BaseTrainer):
