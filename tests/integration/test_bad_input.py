@@ -133,10 +133,10 @@ class TestAScriptThatFailsAtOnce:
         assert ("Traceback" in result.err) != ours
         assert "Traceback" not in report
 
-    def test_a_missing_module_of_a_role_is_named(self, unirun: Unirun) -> None:
-        result = unirun(*EXEC, "--max-restarts", 3, "-m", "no_such_package.job")
-        assert (result.code, "No module named 'no_such_package'" in result.err) == (1, True), result.err
-        assert "unirun/launcher" not in result.err
+    def test_a_missing_module_of_a_role_is_named_before_anything_starts(self, unirun: Unirun) -> None:
+        result = unirun("--max-restarts", 3, "-m", "no_such_package.job")
+        assert (result.code, "there is no module 'no_such_package'" in result.err) == (2, True), result.err
+        assert "job" not in result.err.partition("no_such_package")[0]
 
 
 class TestAWorkloadThatCannotStart:

@@ -113,7 +113,11 @@ def _modules_in(folders: Sequence[str]) -> list[str]:
     names = []
     for folder in folders:
         if os.path.isdir(folder):
-            names += [name.removesuffix(".py") for name in os.listdir(folder) if name[:1] not in "._"]
+            with os.scandir(folder) as entries:
+                shown = [each for each in entries if each.name[:1] not in "._"]
+            names += [
+                each.name.removesuffix(".py") for each in shown if each.name.endswith(".py") or each.is_dir()
+            ]
     return names
 
 
@@ -193,15 +197,20 @@ _MAIN = ("__main__.py", "__main__.pyc")
 
 
 def missing_entry(
-    entry: Entry, cwd: str | None, python_path: Sequence[str], path: str | None = None
+    entry: Entry,
+    cwd: str | None,
+    python_path: Sequence[str],
+    path: str | None = None,
+    *,
+    here: bool = True,
 ) -> Fault | None:
     """The reason why `entry` cannot be run in `cwd`; None when no reason is found. Programs are searched in `path`
-    (None: PATH)."""
+    (None: PATH). Without `here` another interpreter runs it, which may have other modules."""
     match entry.kind:
         case "script":
             return _script(entry.target, Path(cwd or ".", entry.target))
         case "module":
-            return _module(entry.target)
+            return _module(entry.target, [cwd or ".", *python_path] if here else None)
         case "program":
             return _program(entry.target, Path(cwd or ".", entry.target), path)
         case kind:
@@ -247,13 +256,21 @@ def _near(path: Path) -> str:
     return f"looked in {folder}; {ELSEWHERE}"
 
 
-def _module(name: str) -> Fault | None:
-    """Only the form of the name is checked: the module is found when it is imported."""
+def _module(name: str, folders: Sequence[str] | None) -> Fault | None:
+    """Without `folders`, only the form of the name is checked."""
     if name.endswith(".py") or "/" in name:
         dotted = name.removesuffix(".py").strip("./").replace("/", ".")
         return Fault("", f"{name!r} is a file and no module", f"write -m {dotted}, or leave out -m")
     if ":" in name:
         return Fault("", f"{name!r} is a class and no module", f"give it to a role: --roles actor=1@{name}")
+    if folders is None:
+        return None
+    found = _find(name, folders)
+    if isinstance(found, Fault):
+        return found
+    places = found.submodule_search_locations
+    if places is not None and _ask(f"{name}.__main__", [*places]) is None:
+        return Fault("", f"package {name!r} has no __main__.py", f"name a module in it: -m {name}.…")
     return None
 
 

@@ -179,8 +179,10 @@ def _finish(
     by_class = entry.kind in ("workload", "trainer")
     program = read_program(role, entry, contract)
     if entry.target:
-        path = search_path(program["python"], env, job.fields.get("env"))
-        _check_target(role, entry, cwd, python_path(env, job.fields.get("env")), path)
+        envs = env, job.fields.get("env")
+        path = search_path(program["python"], *envs)
+        here = program["python"] is None
+        _tell_missing(role, entry, missing_entry(entry, cwd, python_path(*envs), path, here=here))
     restarts = SERVICE_RESTARTS if program["service"] else CLASS_RESTARTS if by_class else 0
     return RoleSpec(
         name=name,
@@ -383,10 +385,7 @@ def search_path(python: str | None, *envs: object) -> str | None:
     return path if folder is None else os.pathsep.join(filter(None, (folder, path)))
 
 
-def _check_target(
-    role: Section, entry: Entry, cwd: str | None, python_path: list[str], path: str | None
-) -> None:
-    missing = missing_entry(entry, cwd, python_path, path)
+def _tell_missing(role: Section, entry: Entry, missing: Fault | None) -> None:
     if missing is not None:
         key = {"workload": "workload", "trainer": "class", "function": "function"}.get(entry.kind)
         where = role.at(key) if key else role.where

@@ -53,8 +53,8 @@ def store(url: str) -> Iterator[Store]:
 
 @pytest.fixture(autouse=True)
 def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with train.py, serve.py and the classes of ppo.py in it."""
-    for name in ("train.py", "serve.py", "pkg"):
+    """The working directory, with train.py, serve.py, the module tool and the classes of ppo.py in it."""
+    for name in ("train.py", "serve.py", "tool.py", "pkg"):
         (tmp_path / name).touch()
     (tmp_path / "ppo.py").write_text("class Actor: ...\nclass Rollout: ...\nclass PPOTrainer: ...\n")
     monkeypatch.chdir(tmp_path)

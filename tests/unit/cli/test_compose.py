@@ -31,7 +31,7 @@ class TestALineLikeTorchruns:
         assert [r.name for r in compose("--role", "trainer", "train.py").roles] == ["trainer"]
 
     def test_m_and_no_python_run_a_module_or_a_program(self, compose: Compose) -> None:
-        assert compose("-m", "pkg.train", "a").roles[0].entry == Entry("module", "pkg.train", ("a",))
+        assert compose("-m", "tool", "a").roles[0].entry == Entry("module", "tool", ("a",))
         assert compose("--no-python", "ls", "-l").roles[0].entry == Entry("program", "ls", ("-l",))
         assert compose("--no-python", "ls").roles[0].start_method == "exec"
 

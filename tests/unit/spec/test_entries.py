@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unirun.spec.entries import missing_entry
+from unirun.spec.entries import ELSEWHERE, missing_entry
 from unirun.spec.job import Entry
 
 
@@ -52,3 +52,28 @@ def test_what_python_does_not_run_is_told(tmp_path: Path, name: str, says: str) 
     (tmp_path / "empty").mkdir()
     (tmp_path / "job.json").write_text("{}")
     assert script(name, tmp_path) == says
+
+
+def module(name: str, folder: Path, *, here: bool = True) -> str | None:
+    missing = missing_entry(Entry("module", name), str(folder), [], here=here)
+    return None if missing is None else f"{missing.problem}; {missing.remedy}"
+
+
+def test_a_module_that_python_would_not_find_or_run_is_told(tmp_path: Path) -> None:
+    for file in ("pkg/__init__.py", "pkg/train.py", "app/__main__.py", "eval.py", "evaluate"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("raise SystemExit('it was imported')")
+    for found in ("pkg.train", "eval", "app", "json.tool", "xml.etree.ElementTree"):
+        assert module(found, tmp_path) is None
+    assert module("evall", tmp_path) == "there is no module 'evall'; did you mean 'eval'?"
+    assert module("pkg.trian", tmp_path) == "there is no module 'pkg.trian'; did you mean 'pkg.train'?"
+    assert module("eval.x", tmp_path) == "there is no module 'eval.x': eval is a module, not a package; "
+    assert module("pkg", tmp_path) == "package 'pkg' has no __main__.py; name a module in it: -m pkg.…"
+    told = module("no_such", tmp_path)
+    assert told == f"there is no module 'no_such'; looked in {tmp_path} and on sys.path; {ELSEWHERE}"
+
+
+def test_another_interpreter_may_have_other_modules(tmp_path: Path) -> None:
+    assert module("no_such", tmp_path, here=False) is None
+    told = module("no_such.py", tmp_path, here=False)
+    assert told == "'no_such.py' is a file and no module; write -m no_such, or leave out -m"

@@ -259,7 +259,7 @@ def test_a_slip_of_the_pen_gets_the_key_that_was_meant(key: str, place: int, let
     slip = key[:place] + letter + key[place + 1 :]
     assume(slip not in JOB_KEYS and len(key) > 4)
     with pytest.raises(SpecError) as caught:
-        parse_job({slip: 1, "module": "m"}, count_slots=count, run_id="x")
+        parse_job({slip: 1, "module": "this"}, count_slots=count, run_id="x")
     (fault,) = caught.value.faults
     assert (fault.where, fault.problem) == (slip, "unknown key")
     assert fault.remedy == nearest(slip, JOB_KEYS)
@@ -278,7 +278,7 @@ def test_a_slip_of_the_pen_gets_the_key_that_was_meant(key: str, place: int, let
 )
 def test_a_key_of_another_launcher_gets_what_stands_for_it_here(key: str, remedy: str) -> None:
     with pytest.raises(SpecError) as caught:
-        parse_job({"roles": {"actor": {key: 1}}, "module": "m"}, count_slots=count, run_id="x")
+        parse_job({"roles": {"actor": {key: 1}}, "module": "this"}, count_slots=count, run_id="x")
     (fault,) = caught.value.faults
     assert (fault.where, fault.problem, remedy in fault.remedy) == (f"roles.actor.{key}", "unknown key", True)
 
@@ -294,19 +294,19 @@ def test_a_key_of_another_launcher_gets_what_stands_for_it_here(key: str, remedy
 )
 def test_a_key_of_a_role_that_stands_beside_the_roles_is_told(key: str, remedy: str) -> None:
     with pytest.raises(SpecError) as caught:
-        parse_job({key: 1, "module": "m"}, count_slots=count, run_id="x")
+        parse_job({key: 1, "module": "this"}, count_slots=count, run_id="x")
     assert [(f.where, f.problem, f.remedy) for f in caught.value.faults] == [(key, "unknown key", remedy)]
 
 
 def test_the_defaults_are_those_of_the_spec() -> None:
-    spec = parse_job({"module": "pkg"}, count_slots=count, run_id="x")
-    role = RoleSpec("default", 1, Entry("module", "pkg"))
-    assert spec == JobSpec("pkg", "x", (role,), ("default",))
+    spec = parse_job({"module": "this"}, count_slots=count, run_id="x")
+    role = RoleSpec("default", 1, Entry("module", "this"))
+    assert spec == JobSpec("this", "x", (role,), ("default",))
 
 
 def test_a_role_takes_from_the_job_what_it_does_not_say() -> None:
     data = {
-        "module": "m",
+        "module": "this",
         "args": ["1"],
         "max_restarts": 2,
         "start_method": "spawn",
@@ -321,14 +321,20 @@ def test_a_role_takes_from_the_job_what_it_does_not_say() -> None:
 
 def test_a_role_may_say_all_of_it() -> None:
     data = {
-        "module": "m",
+        "module": "this",
         "max_restarts": 2,
         "roles": {
-            "a": {"module": "n", "args": [], "max_restarts": 0, "start_method": "fork", "count": "auto"}
+            "a": {
+                "module": "antigravity",
+                "args": [],
+                "max_restarts": 0,
+                "start_method": "fork",
+                "count": "auto",
+            }
         },
     }
     (role,) = parse_job(data, count_slots=count, run_id="x").roles
-    assert role == RoleSpec("a", 2, Entry("module", "n"))
+    assert role == RoleSpec("a", 2, Entry("module", "antigravity"))
 
 
 def test_a_file_that_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +350,7 @@ def test_a_folder_with_a_main_is_a_script(tmp_path: Path) -> None:
 
 
 def test_nodes_that_are_not_used_are_named_once() -> None:
-    data = {"module": "m", "exclude_nodes": ["node3", "gpu-a_1.rack7.example", "node3"]}
+    data = {"module": "this", "exclude_nodes": ["node3", "gpu-a_1.rack7.example", "node3"]}
     spec = parse_job(data, count_slots=count, run_id="x")
     assert spec.exclude_nodes == ("node3", "gpu-a_1.rack7.example")
 
@@ -352,7 +358,7 @@ def test_nodes_that_are_not_used_are_named_once() -> None:
 @pytest.mark.parametrize("name", ["", "node1,node2", "node[1-3]", "node 1", "-n", "x" * 300])
 def test_what_cannot_be_the_name_of_a_node_is_told(name: str) -> None:
     with pytest.raises(SpecError, match="exclude_nodes: .* is no name of a node; name each one"):
-        parse_job({"module": "m", "exclude_nodes": [name]}, count_slots=count, run_id="x")
+        parse_job({"module": "this", "exclude_nodes": [name]}, count_slots=count, run_id="x")
 
 
 def test_programs_have_no_contract_unless_the_job_or_the_role_names_one() -> None:
@@ -360,7 +366,7 @@ def test_programs_have_no_contract_unless_the_job_or_the_role_names_one() -> Non
         roles = {
             "a": {"program": "true"},
             "b": {"program": "true", "contract": "torchrun"},
-            "c": {"module": "m"},
+            "c": {"module": "this"},
         }
         return [
             role.contract for role in parse_job({"roles": roles, **job}, count_slots=count, run_id="x").roles
@@ -373,7 +379,7 @@ def test_programs_have_no_contract_unless_the_job_or_the_role_names_one() -> Non
 
 def test_programs_need_no_slot_unless_they_ask_for_one_or_are_started_as_by_torchrun() -> None:
     def slots(entry: str = "program", **keys: Any) -> float:
-        data = {"roles": {"a": {entry: "true", **keys}}}
+        data = {"roles": {"a": {entry: "true" if entry == "program" else "this", **keys}}}
         return parse_job(data, count_slots=count, run_id="x").role("a").slots
 
     assert slots() == slots(per_node=1) == slots(slots=0) == slots("module", slots=0) == 0
@@ -386,7 +392,7 @@ def test_programs_need_no_slot_unless_they_ask_for_one_or_are_started_as_by_torc
 
 def test_programs_without_torchruns_contract_have_one_rank_unless_they_say_how_many() -> None:
     roles = {
-        "a": {"module": "m"},
+        "a": {"module": "this"},
         "b": {"program": "true"},
         "c": {"program": "true", "contract": "torchrun"},
         "d": {"program": "true", "count": 3},
@@ -405,7 +411,7 @@ def test_programs_without_torchruns_contract_have_one_rank_unless_they_say_how_m
 
 def test_a_contract_of_what_is_no_program_is_told() -> None:
     with pytest.raises(SpecError, match=r"roles\.a\.contract: a module has that of torchrun; leave it out"):
-        parse_job({"roles": {"a": {"module": "m", "contract": "none"}}}, count_slots=count, run_id="x")
+        parse_job({"roles": {"a": {"module": "this", "contract": "none"}}}, count_slots=count, run_id="x")
     with pytest.raises(SpecError, match="expected one of torchrun, none, found 'slurm'"):
         parse_job({"program": "true", "contract": "slurm"}, count_slots=count, run_id="x")
 
@@ -416,7 +422,7 @@ def test_a_missing_program_is_told() -> None:
 
 
 def test_specs_are_frozen() -> None:
-    spec = parse_job({"module": "m"}, count_slots=count, run_id="x")
+    spec = parse_job({"module": "this"}, count_slots=count, run_id="x")
     with pytest.raises(AttributeError, match="immutable"):
         spec.name = "other"  # type: ignore[misc]
     with pytest.raises(KeyError):

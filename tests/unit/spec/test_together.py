@@ -13,7 +13,7 @@ from unirun.spec.parse import parse_job
 
 def job(**more: Any) -> JobSpec:
     roles = {"actor": {"count": 4}, "rollout": {"count": 4}, "critic": {"count": 2}, **more.pop("roles", {})}
-    data = {"module": "m", "trainer": "json:JSONDecoder", "roles": roles, **more}
+    data = {"module": "this", "trainer": "json:JSONDecoder", "roles": roles, **more}
     return parse_job(data, count_slots=lambda _: 2, run_id="x")
 
 
@@ -106,24 +106,26 @@ def test_a_trainer_can_tell_roles_apart() -> None:
     (fault,) = faults(roles={"Actor": 1, "udf-1": 1, "udf_1": 1, "udf_2": 1})[:1]
     assert fault.problem == "the trainer would find both 'actor' and 'Actor' as RG_ACTOR"
     assert len(faults(roles={"udf-1": 1, "udf_1": 1})) == 1
-    spec = parse_job({"module": "m", "roles": {"actor": 1, "Actor": 1}}, count_slots=lambda _: 1, run_id="x")
+    spec = parse_job(
+        {"module": "this", "roles": {"actor": 1, "Actor": 1}}, count_slots=lambda _: 1, run_id="x"
+    )
     assert len(spec.roles) == 2, "without a trainer there are no such names"
 
 
 @pytest.mark.parametrize(
     ("data", "where", "problem"),
     [
-        ({"trainer": "json:X", "module": "m"}, "roles", "the trainer has nobody to call"),
-        ({"trainer": {"env": {}}, "roles": {"a": 1}, "module": "m"}, "trainer", "it has no class"),
+        ({"trainer": "json:X", "module": "this"}, "roles", "the trainer has nobody to call"),
+        ({"trainer": {"env": {}}, "roles": {"a": 1}, "module": "this"}, "trainer", "it has no class"),
         (
-            {"trainer": {"class": "", "env": {}}, "roles": {"a": 1}, "module": "m"},
+            {"trainer": {"class": "", "env": {}}, "roles": {"a": 1}, "module": "this"},
             "trainer",
             "it has no class",
         ),
-        ({"trainer": 7, "roles": {"a": 1}, "module": "m"}, "trainer.class", "expected a text"),
-        ({"trainer": {"clas": "json:X"}, "roles": {"a": 1}, "module": "m"}, "trainer.clas", "unknown key"),
+        ({"trainer": 7, "roles": {"a": 1}, "module": "this"}, "trainer.class", "expected a text"),
+        ({"trainer": {"clas": "json:X"}, "roles": {"a": 1}, "module": "this"}, "trainer.clas", "unknown key"),
         (
-            {"trainer": "json:JSONDecoder", "roles": {"trainer": 1}, "module": "m"},
+            {"trainer": "json:JSONDecoder", "roles": {"trainer": 1}, "module": "this"},
             "roles.trainer",
             "trainer is given as well",
         ),

@@ -104,7 +104,7 @@ def test_any_rank_may_need_processors_and_memory(role: dict[str, Any], cpus: obj
     data = {
         "roles": {
             "tool": {"program": "true", **role},
-            "script": {"module": "m", **role},
+            "script": {"module": "this", **role},
             "called": {"workload": "json:JSONDecoder", **role},
         },
         "trainer": {"class": "json:JSONEncoder", **role},
