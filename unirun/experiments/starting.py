@@ -418,17 +418,28 @@ def excluded_hosts(groups: Mapping[str, Scheduling], hosts: Sequence[str], place
             )
     listed, kind = _said(groups, "nodelist")
     wanted = expand_nodelist(listed) if listed else hosts
-    if missing := [name for name in wanted if name not in hosts]:
+    if missing := [name for name in wanted if not any(_is_host(name, host) for host in hosts)]:
         raise UsageError(
             f"Scheduling.nodelist of {kind} names {', '.join(missing)}, and {place} has {', '.join(hosts)}",
             "name the same hosts in both, or leave the nodelist out",
         )
     lists = [needs.exclude for needs in groups.values() if needs.exclude]
     unwanted = {name for each in lists for name in expand_nodelist(each)}
-    found = [name for name in hosts if name not in wanted or name in unwanted]
+    found = [
+        host
+        for host in hosts
+        if not any(_is_host(name, host) for name in wanted) or any(_is_host(name, host) for name in unwanted)
+    ]
     if len(found) == len(hosts):
         raise UsageError(f"Scheduling.exclude leaves no host of {place}", "name more hosts, or exclude fewer")
     return found
+
+
+def _is_host(name: str, host: str) -> bool:
+    """Return True if a list's `name` is that of `host`. Either may lack the domain, as hosts call themselves and Slurm
+    calls them by different forms of one name."""
+    (name, _, domain), (host, _, other) = name.lower().partition("."), host.lower().partition(".")
+    return name == host and (not domain or not other or domain == other)
 
 
 def options_of_slurm(groups: Mapping[str, TasksGroup], master: Scheduling, partition: str, nodes: int) -> str:

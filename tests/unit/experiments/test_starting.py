@@ -257,6 +257,17 @@ class TestHosts:
         assert self.excluded(a=Scheduling(exclude="h[3-7]"), b=Scheduling(exclude="h1")) == ["h1", "h3"]
         assert self.excluded(a=Scheduling(nodelist="h[1-2]"), b=Scheduling(exclude="h2")) == ["h2", "h3"]
 
+    def test_a_host_has_its_name_with_and_without_the_domain(self) -> None:
+        def excluded(here: str, **lists: str) -> list[str]:
+            return excluded_hosts({"a": Scheduling(**lists)}, [here, "other"], "--mode local")  # type: ignore[arg-type]
+
+        assert excluded("n1.a.org", nodelist="n[1-1]") == ["other"]
+        assert excluded("n1", nodelist="N1.a.org") == ["other"]
+        assert excluded("n1.a.org", exclude="n1") == ["n1.a.org"]
+        assert excluded("n1.a.org", exclude="n1.b.org,n1.a.org.x,n") == []
+        with pytest.raises(UsageError, match=re.escape("names n1.b.org, and --mode local has n1.a.org")):
+            excluded("n1.a.org", nodelist="n1.b.org")
+
     @pytest.mark.parametrize(
         ("types", "message"),
         [
