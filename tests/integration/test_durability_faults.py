@@ -12,6 +12,8 @@ import pytest
 from tests.contract.store.certificates import Authority
 from tests.contract.store.etcd_server import EtcdCluster
 from tests.waiting import WAIT_TIMEOUT, eventually
+from unirun.observe.jobdir import JobDir
+from unirun.observe.status import read_status
 from unirun.rendezvous.election import job_prefix
 from unirun.rendezvous.store.protocol import PASSWORD_VARIABLE, Put
 from unirun.rendezvous.store.url import open_store
@@ -114,7 +116,11 @@ def mounted(where: Path, options: str) -> Iterator[Path | None]:
 class TestAnEtcd:
     def test_an_unreachable_etcd_is_reported(self, unirun: Unirun) -> None:
         url = "etcd://127.0.0.1:1?timeout=1"
-        refused(unirun, url, 4, "etcd at 127.0.0.1:1 has not answered for 1 s", "etcdctl endpoint health")
+        said = "etcd at 127.0.0.1:1 has not answered for 1 s"
+        refused(unirun, url, 4, said, "127.0.0.1:1: unavailable: connection refused; see", "etcdctl endpoint")
+        for each in (unirun.home / "jobs").iterdir():
+            status = read_status(JobDir(each))
+            assert (status.phase, status.code, status.reason) == ("failed", 4, said)
 
     def test_a_foreign_prefix_in_etcd_is_reported(self, unirun: Unirun, etcd: EtcdCluster) -> None:
         store = open_store(etcd.url(prefix="/other/"))

@@ -19,7 +19,7 @@ from unirun.failover.state import new_job
 from unirun.failover.status_views import status_of
 from unirun.launcher.environment import joined
 from unirun.launcher.foreground.terminal import drop_input, warn
-from unirun.launcher.local import AgentProcess, RunningJob, begin, bind, output_of_first_master
+from unirun.launcher.local import AgentProcess, RunningJob, begin, bind, end_unled
 from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import adopt_orphans, spare_descriptors
 from unirun.launcher.warm.borrowing import choices, leave_behind, leaves_behind, starts
@@ -204,7 +204,7 @@ def leave(running: RunningJob) -> int:
     if running.processes.taken_up(running.job):
         return 0
     code = running.processes.end(led=False) or EXIT_FAILURE
-    warn(output_of_first_master(running.job) or "the job's processes are gone")
+    warn(end_unled(running.job, code) or "the job's processes are gone")
     return code
 
 

@@ -19,10 +19,11 @@ from typing import NoReturn, Protocol
 
 from msgspec import to_builtins
 
-from unirun.errors import RendezvousError, StoreError, UnirunError
+from unirun.errors import JobError, RendezvousError, StoreError, UnirunError
 from unirun.launcher.agent import Agent, EarlySpawners
 from unirun.launcher.process import collect_orphans, die_with_parent, ignore_signals, kill_children, set_title
 from unirun.observe.jobdir import JobDir
+from unirun.observe.status import write_failure
 from unirun.rendezvous.creation import command_of
 from unirun.rendezvous.election import job_prefix, leader_of
 from unirun.rendezvous.endpoints import BIND_TIMEOUT, hold_endpoints
@@ -476,3 +477,13 @@ def output_of_first_master(job: JobDir) -> str:
     except OSError:
         return ""
     return text.removeprefix(_SAYS).partition(f"\n{_SAYS}")[0].rstrip()
+
+
+def end_unled(job: JobDir, code: int) -> str:
+    """Write that `job` has failed, as its first master has ended with `code` and led nothing. Returns that master's
+    output."""
+    words = output_of_first_master(job)
+    # The caller prints the output in any case; without the end, the job is listed as lost.
+    with suppress(JobError, OSError):
+        write_failure(job, words.partition("\n")[0], code)
+    return words

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -205,6 +206,13 @@ def write_status(job: JobDir, status: JobStatus) -> None:
     job.write_json(job.state.name, status.to_json())
     sizes = {role.name: len(role.workers) for role in status.roles}
     job.write_json(job.summary.name, to_builtins(shaped(Summary, status, uid="", roles=sizes)))
+
+
+def write_failure(job: JobDir, reason: str, code: int) -> None:
+    """Write that `job` has failed now with exit `code`, for a `reason` that has kept every master from leading it, so
+    that none has written its end. Raises `JobError`, OSError."""
+    status = read_status(job)
+    write_status(job, replace(status, phase="failed", reason=reason, code=code, ended=time.time()))
 
 
 def runs(job: JobDir) -> bool:

@@ -157,6 +157,10 @@ class Console:
         thread that calls `lines`."""
         self._tell_lost = tell
 
+    def beside_notes(self, stream: int) -> bool:
+        """Return True if `lines` of `stream` go to where notes and errors go."""
+        return stream == 2 or self._together
+
     def note(self, text: str) -> None:
         """Write a message of unirun, unless quiet."""
         if not self._quiet:

@@ -30,7 +30,13 @@ from unirun.failover.silence import SILENCE_TIMEOUT
 from unirun.failover.status_views import farewell
 from unirun.launcher.foreground.console import Console, prefix_of, shown
 from unirun.launcher.foreground.terminal import warn
-from unirun.launcher.local import JOB_EXIT_TIMEOUT, RunningJob, last_line_of_masters, output_of_first_master
+from unirun.launcher.local import (
+    JOB_EXIT_TIMEOUT,
+    RunningJob,
+    end_unled,
+    last_line_of_masters,
+    output_of_first_master,
+)
 from unirun.launcher.logs import LogFollower
 from unirun.observe.ownership import make_private
 from unirun.rendezvous.election import Leader
@@ -157,7 +163,8 @@ class Display:
                 )
 
     def _output(self, stream: int, prefix: bytes, data: bytes) -> None:
-        self._latest = (self._latest + data)[-SCREEN_SIZE:]
+        if self._console.beside_notes(stream):
+            self._latest = (self._latest + data)[-SCREEN_SIZE:]
         self._console.lines(stream, prefix, data)
 
     def _release(self, worker: WorkerId) -> None:
@@ -518,7 +525,7 @@ class JobFollower:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
         code = await asyncio.to_thread(self._processes.end, self._led, farewell)
         self._display.finish(JOB_EXIT_TIMEOUT)
-        words = output_of_first_master(self._job)
+        words = output_of_first_master(self._job) if refused is None else end_unled(self._job, refused)
         if refused is not None and words:
             # The first master could not lead, and has logged why.
             self._console.error(words)

@@ -596,4 +596,10 @@ def _is_here(endpoint: str) -> bool:
 
 
 def _say(error: grpc.RpcError) -> str:
-    return f"{error.code().name.lower().replace('_', ' ')}: {error.details()}"
+    return f"{error.code().name.lower().replace('_', ' ')}: {said(error.details() or '')}"
+
+
+def said(details: str) -> str:
+    """What gRPC says of a call, without the steps of its connection: ``connection refused``."""
+    _, refused, why = details.rpartition("Failed to connect to remote host: ")
+    return why.lower() if refused else details

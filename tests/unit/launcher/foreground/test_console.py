@@ -122,6 +122,16 @@ class TestTheConsole:
             shown.close(20.0)
         assert path.read_bytes() == (b"half\n" if together else b"") + b"unirun: a note\n"
 
+    @pytest.mark.parametrize("together", [True, False])
+    def test_a_traceback_on_stdout_is_above_a_report_only_where_both_go_to_one_place(
+        self, tmp_path: Path, together: bool
+    ) -> None:
+        path = tmp_path / "both"
+        with path.open("a") as err, (path if together else tmp_path / "out").open("a") as out:
+            shown = Console(quiet=False, out=out, err=err)
+            assert (shown.beside_notes(1), shown.beside_notes(2)) == (together, True)
+            shown.close(20.0)
+
     def test_the_console_writes_its_own_lines_to_stderr(
         self, capfdbinary: pytest.CaptureFixture[bytes]
     ) -> None:
