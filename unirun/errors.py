@@ -48,6 +48,7 @@ The exit codes are those of the `unirun` command; `EXIT_BUDGET` is a job's exit 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -266,14 +267,68 @@ class RemoteError(CallError):
 
 
 class RemoteTraceback(Exception):
-    """The ``__cause__`` of an exception that `worker` (``actor:2``) raised, with its `traceback` there."""
+    """The ``__cause__`` of an exception that `worker` (``actor:2``) raised, with its `traceback` there. As text, it has
+    at most 25 lines of that."""
 
     def __init__(self, worker: str, traceback: str) -> None:
         self.worker, self.traceback = worker, traceback
         super().__init__(worker, traceback)
 
     def __str__(self) -> str:
-        return f"raised in {self.worker}\n\n{self.traceback.rstrip()}"
+        lines = self.traceback.rstrip().splitlines()
+        shown = shortened(lines, "__cause__.traceback of the error has them")
+        return "\n".join((f"raised in {self.worker}", "", *shown))
+
+
+TRACE_LINES = 25
+"""The most lines of a traceback that are shown. The errors that it led to have their own."""
+
+_LIBRARY = re.compile(r'  File "(?:.*/(?:(?:site|dist)-packages|lib/python3\.\d+)/|<frozen )([\w-]+)')
+"""A frame of Python's library or of an installed package, with the name of that."""
+
+
+def shortened(lines: Sequence[str], rest: str) -> list[str]:
+    """The `lines` of a traceback or another text, at most `TRACE_LINES`.
+
+    Of a traceback that is longer, frames of libraries are folded first, except for those that raised, then the marks
+    below the lines of code are dropped. Of what is still longer the middle is left out, and a line says of it what
+    `rest` says.
+    """
+    if len(lines) <= TRACE_LINES:
+        return [*lines]
+    lines = _without_libraries(lines)
+    if len(lines) > TRACE_LINES:
+        lines = [line for line in lines if not line.startswith("    ") or line.strip(" ~^")]
+    left = len(lines) - TRACE_LINES
+    if left <= 0:
+        return [*lines]
+    first = TRACE_LINES // 4
+    return [*lines[:first], f"… {left + 1} lines are left out; {rest}", *lines[first + left + 1 :]]
+
+
+def _without_libraries(lines: Sequence[str]) -> list[str]:
+    """The lines of tracebacks, with one line for each row of frames of libraries that is not the last of its
+    traceback."""
+    found: list[str] = []
+    row: list[list[str]] = []
+    for line in lines:
+        if _LIBRARY.match(line):
+            row.append([line])
+        elif line.startswith('  File "'):
+            found += [*_folded(row), line]
+            row = []
+        elif row and line.startswith("  "):
+            row[-1].append(line)
+        else:
+            # The traceback ends with the frame that raised.
+            found += [*_folded(row[:-1]), *(row[-1] if row else ()), line]
+            row = []
+    return found + [line for frame in row for line in frame]
+
+
+def _folded(row: Sequence[Sequence[str]]) -> list[str]:
+    names = dict.fromkeys(match[1] for frame in row if (match := _LIBRARY.match(frame[0])))
+    return [f"  … {len(row)} frame{'s' * (len(row) > 1)} of {', '.join(names)}"] if row else []
 
 
 class StoreError(UnirunError):

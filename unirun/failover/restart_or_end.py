@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from msgspec.structs import replace
 
 from unirun.collocation.graph import show_ranks
-from unirun.errors import EXIT_FAILURE, EXIT_PLACEMENT, IllegalTransition
+from unirun.errors import EXIT_FAILURE, EXIT_PLACEMENT, IllegalTransition, shortened
 from unirun.failover.diagnosis import is_consequence, lost, missed, waited_for_a_peer
 from unirun.failover.draft import After, Due, Finish, JobDraft, ToWatchers
 from unirun.failover.generations import form_next, start_missing, without_pending
@@ -191,8 +191,6 @@ def _named(workers: Iterable[WorkerId]) -> str:
 
 
 OTHERS_SHOWN = 8
-ERROR_LINES = 25
-"""The most lines of an error in a report."""
 
 
 def failure_report(reason: str, diagnosis: Diagnosis) -> str:
@@ -218,18 +216,9 @@ def failure_report(reason: str, diagnosis: Diagnosis) -> str:
     if not words and cause.tail:
         lines.append("  the end of its output:")
         words = cause.tail
-    lines += [f"  {line}" for line in _shortened(words.rstrip().splitlines())]
+    lines += [f"  {line}" for line in shortened(words.rstrip().splitlines(), "the log has them")]
     lines.append(f"  log: {cause.log}/stderr.log")
     return "\n".join(lines)
-
-
-def _shortened(lines: list[str]) -> list[str]:
-    """The lines of an error; of many, those at the end, which has the cause, and some at the beginning."""
-    left = len(lines) - ERROR_LINES
-    if left <= 0:
-        return lines
-    first = ERROR_LINES // 4
-    return [*lines[:first], f"… {left + 1} lines are left out; the log has them", *lines[first + left + 1 :]]
 
 
 def _short(failure: Failure, cause: Failure) -> str:

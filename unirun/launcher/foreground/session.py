@@ -66,8 +66,10 @@ def without_repetition(report: str, above: Sequence[str]) -> str:
     if TRACEBACK not in traceback:
         return report
     rest = iter(above)
-    # Lines of other ranks may be between them, and torch writes the rank before each.
-    if not all(any(shown.endswith(line) for shown in rest) for line in traceback if "left out" not in line):
+    # Lines of other ranks may be between them, torch writes the rank before each, and the report may be shorter.
+    if not all(
+        any(shown.endswith(line) for shown in rest) for line in traceback if not line.lstrip().startswith("…")
+    ):
         return report
     last = max((n for n, line in enumerate(traceback) if not line or line.startswith("  ")), default=-1)
     words = [f"  {line}" for line in traceback[last + 1 :]]

@@ -41,6 +41,11 @@ def test_a_traceback_that_is_just_above_is_not_shown_again() -> None:
     ]
 
 
+def test_a_traceback_that_the_report_has_shortened_is_above_too() -> None:
+    folded = REPORT.replace("    f(3)", "    … 9 frames of torch\n  … 3 lines are left out; the log has them")
+    assert "  its traceback is above" in without_repetition(folded, ERROR.splitlines()).splitlines()
+
+
 def test_one_that_is_not_above_or_not_whole_is_shown() -> None:
     assert without_repetition(REPORT, []) == REPORT
     assert without_repetition(REPORT, ERROR.splitlines()[1:]) == REPORT

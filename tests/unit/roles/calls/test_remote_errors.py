@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from unirun.errors import (
+    TRACE_LINES,
     Fault,
     InvocationTimeout,
     RemoteError,
@@ -20,6 +21,7 @@ from unirun.errors import (
     SpecError,
     UsageError,
     WorkerLost,
+    shortened,
 )
 from unirun.roles.calls.codec import dump_error, load_error
 
@@ -205,3 +207,67 @@ def test_a_very_long_message_is_cut_in_the_report_and_whole_in_the_exception() -
     assert 8 << 20 < len(body) < 11 << 20
     found: Any = load_error(body, buffers)
     assert str(found).startswith("xxx")
+
+
+class Layer(torch.nn.Module):
+    """Calls itself so many times through torch's own frames, three of which are between two of this file."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.inner = Layer(depth - 1) if depth else torch.nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x)
+
+
+def shown(depth: int) -> list[str]:
+    """The lines of the traceback that a caller sees."""
+    try:
+        Layer(depth)(torch.ones(1, 4))
+    except RuntimeError as raised:
+        cause = through(raised).__cause__
+        assert isinstance(cause, RemoteTraceback)
+        whole = cause.traceback.splitlines()
+        head, empty, *lines = str(cause).splitlines()
+        assert (head, empty, lines[-1]) == ("raised in actor:2", "", whole[-1])
+        assert len(lines) <= TRACE_LINES < len(whole)
+        return lines
+    raise AssertionError
+
+
+def test_a_long_traceback_is_shown_without_the_frames_of_libraries_that_did_not_raise() -> None:
+    lines = shown(2)
+    assert lines[0] == "Traceback (most recent call last):"
+    assert sum(f'File "{__file__}"' in line for line in lines) == 5
+    assert lines.count("  … 2 frames of torch") == 4
+    (own,) = [number for number, line in enumerate(lines) if "site-packages/torch" in line]
+    assert "linear.py" in lines[own]
+    assert lines[own + 1].strip().startswith("return F.linear")
+
+
+def test_of_one_that_is_still_too_long_the_middle_is_left_out() -> None:
+    lines = shown(20)
+    assert len(lines) == TRACE_LINES
+    (left,) = [line for line in lines if line.startswith("… ")]
+    assert left.endswith(" lines are left out; __cause__.traceback of the error has them")
+
+
+@pytest.mark.parametrize(
+    ("raised", "folded"),
+    [
+        # Another error follows: the frame that raised the first one stays, with its marks.
+        (
+            ['  File "/v/lib/python3.13/json/decoder.py", line 3, in f', "    g()", "E: one", "", "During"],
+            None,
+        ),
+        (['  File "<frozen importlib._bootstrap>", line 7, in _load'] * 3 + ['  File "/u/a.py", line 1'], 3),
+    ],
+)
+def test_the_frame_that_raised_is_never_folded(raised: list[str], folded: int | None) -> None:
+    lines = [*raised, *(f"{number}" for number in range(TRACE_LINES))]
+    found = shortened(lines, "rest")
+    assert len(found) == TRACE_LINES
+    if folded is None:
+        assert found[:3] == lines[:3]
+    else:
+        assert found[:2] == [f"  … {folded} frames of importlib", raised[-1]]
