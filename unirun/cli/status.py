@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -117,7 +118,7 @@ def _print(status: JobStatus, master: str, batch: str, logs: str) -> None:
         say()
         say(f"failures: {every if shown == every else f'the last {shown} of {every}'}")
         headers = ["WORKER", "INCARNATION", "WHEN", "EXIT", "DECIDED", "LIKELY CAUSE"]
-        print_table(headers, [_failure(failure, now) for failure in status.failures])
+        print_table(headers, [*_failures(status.failures, now)])
 
 
 def _role(role: RoleStatus) -> list[str]:
@@ -146,16 +147,26 @@ def _state(worker: WorkerStatus, now: float) -> str:
     return f"ready for {age(now - worker.since)}{f', {worker.why}' if worker.why else ''}"
 
 
-def _failure(failure: FailureStatus, now: float) -> list[str]:
-    return [
-        failure.who,
-        str(failure.incarnation),
-        f"{age(now - failure.time)} ago",
-        failure.exit,
-        # A decision begins with the failure that it is about.
-        failure.decision.rpartition(f"{failure.exit}; ")[2],
-        failure.cause,
-    ]
+def _failures(failures: Sequence[FailureStatus], now: float) -> Iterator[list[str]]:
+    """A row for each failure, and one for ranks of a role that only lost a connection to a peer."""
+    followed: dict[tuple[str, int, str], list[FailureStatus]] = defaultdict(list)
+    for each in failures:
+        if each.kind == "lost_peer" and not each.decision:
+            followed[each.role, each.incarnation, each.exit].append(each)
+    for each in failures:
+        peers = followed[each.role, each.incarnation, each.exit]
+        alike = peers if each in peers and len(peers) > 1 else [each]
+        if each is not alike[0]:
+            continue
+        yield [
+            f"{each.role}:{show_ranks(sorted(peer.rank for peer in alike))}",
+            str(each.incarnation),
+            f"{age(now - each.time)} ago",
+            each.exit,
+            # A decision begins with the failure that it is about.
+            each.decision.rpartition(f"{each.exit}; ")[2],
+            "they only lost a connection to a peer" if len(alike) > 1 else each.cause,
+        ]
 
 
 # ``unirun weights``: the versions that a job's ranks have of each channel, and on which paths they have come.

@@ -337,6 +337,36 @@ class TestAPlan:
         assert any(line.startswith("    LIKELY CAUSE words ") for line in lines)
         assert [line for line in lines if len(line) > 80] == []
 
+    def test_a_status_has_one_row_for_ranks_that_only_lost_a_peer(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        job = ended("train-1")
+
+        def failed(rank: int, kind: str, decision: str = "", role: str = "actor") -> FailureStatus:
+            cause = f"the cause of {role}:{rank}"
+            return FailureStatus(
+                role, rank, 0, "n0", 1.0, "exit code 1", kind=kind, cause=cause, decision=decision
+            )
+
+        peers = [failed(rank, "lost_peer") for rank in (3, 1, 0)]
+        others = [
+            failed(2, "exception", "restart"),
+            failed(5, "lost_peer", "restart"),
+            failed(0, "lost_peer", role="b"),
+        ]
+        failures = (others[0], *peers, *others[1:])
+        write_status(job, structs.replace(read_status(job), failures=failures, failed=6))
+        assert run_cli("status") == 0
+        title, _, *rows = capsys.readouterr().out.split("\n\n")[-1].splitlines()
+        assert title == "failures: 6"
+        words = [(row.split()[0], row.partition("exit code 1")[2].split()) for row in rows]
+        assert words == [
+            ("actor:2", ["restart", "the", "cause", "of", "actor:2"]),
+            ("actor:0-1,3", ["they", "only", "lost", "a", "connection", "to", "a", "peer"]),
+            ("actor:5", ["restart", "the", "cause", "of", "actor:5"]),
+            ("b:0", ["the", "cause", "of", "b:0"]),
+        ]
+
     def test_a_plan_is_available_as_json(self, capsys: pytest.CaptureFixture[str]) -> None:
         argv = ["--roles", "actor=2", "--env", "A=1", "--master-port", "29500", "train.py"]
         assert run_cli("plan", "--json", *argv) == 0
