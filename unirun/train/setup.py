@@ -69,7 +69,7 @@ class Setup(Value):
         """The request in words, as ``print(trainer)`` has it before the workers start."""
         most = str(self.most) if self.most < MANY else "any number of"
         ranks = f"{self.least}" if self.least == self.most else f"{self.least} to {most}"
-        return f"{ranks} workers with {self.resources} each, backend {self.backend}"
+        return in_words(ranks, self.resources, self.backend)
 
     @property
     def resources(self) -> str:
@@ -163,3 +163,9 @@ def options_of(placement: Any, store: str) -> tuple[str, ...]:
         if value is not None and value is not False:
             found += [option] if value is True else [option, str(value)]
     return tuple(found)
+
+
+def in_words(ranks: str, resources: str, backend: str) -> str:
+    """``2 workers with 1 CPU each, backend torch``."""
+    workers = f"1 worker with {resources}" if ranks == "1" else f"{ranks} workers with {resources} each"
+    return f"{workers}, backend {backend}"

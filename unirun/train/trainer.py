@@ -47,7 +47,7 @@ from unirun.train.checkpoints import CheckpointStrategy, state_at
 from unirun.train.familiar import TRAINERS, elsewhere, refuse_arguments
 from unirun.train.result import Result
 from unirun.train.running import Attempts, TrainingIterator
-from unirun.train.setup import Setup, options_of, range_of, requested, resources_of, threads_of
+from unirun.train.setup import Setup, in_words, options_of, range_of, requested, resources_of, threads_of
 from unirun.train.worker import RunTask, cell_of
 from unirun.train.workers import Workers
 from unirun.wire.reporting import folded, report
@@ -478,7 +478,7 @@ def table(status: JobStatus, described: Sequence[Mapping[str, Any]], backend: st
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
-    head = f"Trainer {status.run_id}: {len(role.workers)} workers with {each} each, backend {backend}"
+    head = f"Trainer {status.run_id}: {in_words(str(len(role.workers)), each, backend)}"
     return "\n".join([head, *lines])
 
 

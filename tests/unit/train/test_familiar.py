@@ -68,17 +68,17 @@ def test_a_shard_says_what_is_used_in_place_of_a_method_that_it_has_not(name: st
     ("arguments", "shown"),
     [
         ({"num_workers": 8}, "8 workers with 1 CPU each, backend torch"),
-        ({"backend": "pytorch"}, "1 workers with 1 CPU each, backend torch"),
-        ({"cpus_per_worker": 2}, "1 workers with 2 CPUs each, backend torch"),
-        ({"gpus_per_worker": 2}, "1 workers with 2 GPUs each, backend torch"),
-        ({"gpus_per_worker": 0}, "1 workers with 1 CPU each, backend torch"),
+        ({"backend": "pytorch"}, "1 worker with 1 CPU, backend torch"),
+        ({"cpus_per_worker": 2}, "1 worker with 2 CPUs, backend torch"),
+        ({"gpus_per_worker": 2}, "1 worker with 2 GPUs, backend torch"),
+        ({"gpus_per_worker": 0}, "1 worker with 1 CPU, backend torch"),
         (
             {"num_workers": (4, float("inf")), "cpus_per_worker": 2, "gpus_per_worker": 1},
             "4 to any number of workers with 1 GPU and 2 CPUs each, backend torch",
         ),
         (
             {"backend_args": train.TorchConfig("gloo", init_method="tcp")},
-            "1 workers with 1 CPU each, backend gloo",
+            "1 worker with 1 CPU, backend gloo",
         ),
     ],
 )

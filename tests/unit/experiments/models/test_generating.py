@@ -144,6 +144,18 @@ class TestTokensThatEndASequence:
         assert [rows[0].tolist() for rows in found.tokens] == [row.tolist() for row in wanted]
         assert [each[0] for each in found.ended] == [int(row[-1]) in stops for row in wanted]
 
+    def test_a_model_that_is_read_shows_no_bar(
+        self, network: Any, stops: list[int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """Each rank would draw its own, as the stage reads whole tensors."""
+        from transformers.utils.logging import enable_progress_bar
+
+        network.save_pretrained(tmp_path)
+        enable_progress_bar()  # type: ignore[no-untyped-call]
+        capfd.readouterr()
+        causal_lm(place(), path=str(tmp_path))
+        assert capfd.readouterr() == ("", "")
+
     def test_the_last_one_has_a_probability_too(self, network: Any, stops: list[int], tmp_path: Path) -> None:
         found = continued(network, tmp_path, stop=stops)
         # The token that ends a sequence is drawn, and has a probability of its own.
