@@ -146,7 +146,15 @@ def _phase(worker: WorkerState) -> str:
 def welcome(view: View, spec: JobSpec) -> Welcome:
     """The answer to a worker's `Hello`, and to a visitor."""
     briefs = (
-        RoleBrief(role.name, role.entry.kind, role.entry.target, role.count, role.per_node, role.group or 1)
+        RoleBrief(
+            role.name,
+            role.entry.kind,
+            role.entry.target,
+            role.count,
+            role.per_node,
+            role.group or 1,
+            role.most,
+        )
         for role in spec.roles
     )
     return Welcome(

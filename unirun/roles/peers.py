@@ -134,6 +134,11 @@ class Peers:
         briefs = self.welcome.roles if self.welcome else ()
         return next((brief for brief in briefs if brief.name == role), None)
 
+    def may_have_several(self, role: str) -> bool:
+        """Return True if a role may have several ranks at some time, however many it has now."""
+        brief = self.brief(role)
+        return brief is not None and max(brief.count, brief.most or 0) > 1
+
     def collocation(self, role: str) -> str:
         """The roles that share the devices of a role, itself among them: ``ACTOR,ROLLOUT``. Empty if none do."""
         groups = self.welcome.collocations if self.welcome else ()

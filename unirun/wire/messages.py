@@ -368,7 +368,8 @@ class Hello(Message):
 
 
 class RoleBrief(Value):
-    """The part of a role's spec that workers see. `kind` and `target` are its entry; a `group` has that many ranks."""
+    """The part of a role's spec that workers see. `kind` and `target` are its entry; a `group` has that many ranks.
+    `most` is how many ranks it may have when nodes join, None when their number is fixed."""
 
     name: str
     kind: str
@@ -376,6 +377,7 @@ class RoleBrief(Value):
     count: int
     per_node: int | None
     group: int = 1
+    most: int | None = None
 
 
 class Welcome(Message):

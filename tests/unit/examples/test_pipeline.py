@@ -28,7 +28,7 @@ class Promise(InvocationRef[Any]):
         nobody: Any = None
         options = Invocation(target="RANK0")
         super().__init__(
-            Method("worker", "stage", options, (0,), False, nobody, b"stage", nobody, {}, nobody), (0,)
+            Method("worker", "stage", options, (0,), False, False, nobody, b"stage", nobody, {}, nobody), (0,)
         )
 
     def answer(self, work: Callable[[], object]) -> None:

@@ -31,8 +31,9 @@ class Method:
     """A method of some ranks of a role: what is the same in each of its calls.
 
     When it `chooses`, each call goes to one of `ranks`, else to all; `turns` has for each rank when it was chosen last,
-    as a count. `timeout` is in seconds. `wire` is the name in bytes. `deliver` runs a user's callback in a thread where
-    it may wait for other calls, and prints its errors.
+    as a count. `joint`: its calls are for all of several `ranks`, or for all ranks of a role that may have several.
+    `timeout` is in seconds. `wire` is the name in bytes. `deliver` runs a user's callback in a thread where it may wait
+    for other calls, and prints its errors.
     """
 
     role: str
@@ -40,6 +41,7 @@ class Method:
     options: Invocation
     ranks: Sequence[int]
     chooses: bool
+    joint: bool
     timeout: float
     wire: bytes
     count: Count
@@ -54,8 +56,8 @@ class Call:
     For the caller:
 
     - `parcels`: one for all ranks, or one for each.
-    - `joint`: several workers run it, all in one generation of the role. `generation` is that one, -1 until the first
-      part is sent. A new attempt has a new `seq` and perhaps a later generation.
+    - `generation`: the one of the role in which all workers of a joint call run it, -1 until the first part is sent. A
+      new attempt has a new `seq` and perhaps a later generation.
     - `sent_to`: for each rank the worker to which its part was sent.
     - `unreported`: a worker whose loss this call reports instead of being sent.
     - `patience`: the seconds for which the calling thread will do nothing but wait for the only part. None once that
@@ -88,7 +90,6 @@ class Call:
         """`began` is on the clock of the caller's scheduler."""
         self.prepared, self.ranks, self.parcels, self.began = prepared, ranks, parcels, began
         self.sharding: Mapping[int | str, str] = sharding or {}
-        self.joint = len(ranks) > 1
         self.retries = prepared.options.retries
         self.sent_to: list[WorkerId | None] = [None] * len(ranks)
         self._outcomes: dict[int, Parcel | BaseException] = {}
@@ -101,6 +102,11 @@ class Call:
     def method(self) -> str:
         """The name of the method."""
         return self.prepared.name
+
+    @property
+    def joint(self) -> bool:
+        """True if all workers run it in one generation of their role."""
+        return self.prepared.joint
 
     @property
     def workers(self) -> tuple[str, ...]:

@@ -6,8 +6,8 @@ gone, and the open calls are sent once more with their ids: a worker that lives 
 result that it has kept. When a worker is gone, its calls fail with `WorkerLost`. An idempotent call is made again as a
 whole, with the worker that comes in its place.
 
-A call to several workers is joint: its parts may meet in a collective. They are all sent for one generation of the
-role, and a worker that is in a later one refuses its part.
+A call to several workers, or to all of a role that may have several, is joint: its parts may meet in a collective. They
+are all sent for one generation of the role, and a worker that is in a later one refuses its part.
 """
 
 from __future__ import annotations
@@ -435,12 +435,16 @@ class Caller:
         with self._lock:
             if seconds not in self._deadlines:
                 self._deadlines[seconds] = Deadlines(seconds, self._scheduler, self._expire)
+        chooses = options.target == ANY
+        # One rank may be all of a role that has more of them when the call is sent.
+        several = len(ranks) > 1 or (ranks is self._ranks.get(role) and self._peers.may_have_several(role))
         return Method(
             role,
             name,
             options,
             ranks,
-            chooses=options.target == ANY,
+            chooses=chooses,
+            joint=several and not chooses,
             timeout=seconds,
             wire=name.encode(),
             count=self._book.count(role, name, asynchronous=not options.blocking),

@@ -37,6 +37,8 @@ class FakePeers(Peers):
     def view(self, role: str) -> None:
         """There are no views: roles do not grow."""
 
+    brief = view
+
     def when_changed(self, listener: Callable[[], None]) -> None:
         """Never."""
 

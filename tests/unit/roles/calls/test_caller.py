@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.effort import examples
 from tests.sim.calls.threads import FakeScheduler
@@ -496,7 +496,7 @@ class Elastic(Pair):
 
     def brief(self, role: str) -> RoleBrief:
         """That of workloads."""
-        return RoleBrief(role, "workload", "actors:Actor", 2, None, 1)
+        return RoleBrief(role, "workload", "actors:Actor", 2, None, most=64)
 
     def size(self, role: str) -> int:
         """As it is now."""
@@ -606,9 +606,11 @@ class TestARoleThatGrows:
 class Growing(Elastic):
     """A directory of a role that grows again and again. It goes on when it is told to, also while it is looked at."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 2) -> None:
+        """It has `first` ranks in generation 0."""
         super().__init__()
-        self.now = RoleView("actor", 2, 0, "", "running", ())
+        self.first = first
+        self.now = RoleView("actor", first, 0, "", "running", ())
         self.at_boundary = False
         self.patience = 4
         self.soon = 0
@@ -617,7 +619,7 @@ class Growing(Elastic):
     def go_on(self) -> None:
         """The next view: it wants to grow, begins that at a boundary, forms a generation of one more rank, and runs."""
         now = self.now
-        if now.phase == "reforming" and now.generation < now.world_size - 2:
+        if now.phase == "reforming" and now.generation < now.world_size - self.first:
             self.becomes(now.world_size, now.generation + 1, "reforming")
         elif now.phase == "reforming":
             self.becomes(now.world_size, now.generation, "running")
@@ -644,16 +646,17 @@ class Growing(Elastic):
 
 
 class CallsOfGrowingRoles(RuleBasedStateMachine):
-    """A trainer calls a role that grows. A generation has two ranks more than its number, which is the reference."""
+    """A trainer calls a role that grows. A generation has as many ranks more than the first one as its number says,
+    which is the reference."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.directory, self.transport = Growing(), FakeTransport()
+    @initialize(first=st.sampled_from((1, 2)))
+    def begin(self, first: int) -> None:
+        self.directory, self.transport = Growing(first), FakeTransport()
         self.transport.open = {rank: [] for rank in range(64)}
         self.refs: list[InvocationRef[Any]] = []
         me = WorkerId("trainer", 0, 0)
         self.caller = Caller(me, self.directory, self.transport, call_timeout=60.0, boundary=self.boundary)
-        self.group = role_group(self.caller, "actor", 2, {"step": Invocation(blocking=False)})
+        self.group = role_group(self.caller, "actor", first, {"step": Invocation(blocking=False)})
 
     def teardown(self) -> None:
         """The role can grow when nothing is open, and is called with all of its ranks then."""
@@ -662,7 +665,7 @@ class CallsOfGrowingRoles(RuleBasedStateMachine):
             self.directory.go_on()
         self.step(0, False, 0, 4)
         self.answer()
-        assert len(self.group) == self.directory.now.generation + 2
+        assert len(self.group) == self.directory.now.generation + self.directory.first
         assert not self.caller._calls("actor")
         self.caller.close()
 
@@ -704,7 +707,7 @@ class CallsOfGrowingRoles(RuleBasedStateMachine):
                 ref.result(0)
             assert not sent
         else:
-            assert sent == [*range(ref.generation + 2)]
+            assert sent == [*range(ref.generation + self.directory.first)]
             self.refs.append(ref)
         if wanted and not meanwhile and not soon:
             assert self.directory.now.phase == "reforming"

@@ -31,7 +31,17 @@ def ref_of(
     nobody: Any = None
     options = Invocation(target="RANK0" if bare else "ALL", post_func=post)
     method = Method(
-        "actor", "update", options, range(workers), False, 2.5, b"update", nobody, {}, lambda run: run()
+        "actor",
+        "update",
+        options,
+        range(workers),
+        False,
+        workers > 1,
+        2.5,
+        b"update",
+        nobody,
+        {},
+        lambda run: run(),
     )
     return InvocationRef(method, range(workers), sharding={0: "replicate"})
 
