@@ -236,22 +236,28 @@ class Dispatcher:
         Exceptions of a method that are not `Exception`, like SystemExit, are raised here, and a `ChannelError` if
         nobody can connect to this process any more.
         """
-        while not self._stopped:
-            run = self._inbox.get()
-            if isinstance(run, ChannelError):
-                raise run
-            while self._first:
-                self._first.pop(0)()
-            if run is not None and not self._stopped:
-                if self._generations is not None:
-                    self._generations.catch_up(run.request.generation)
-                self._running = run
-                self._look_at_running()
-                try:
-                    with page().call():
-                        self._run(run)
-                finally:
-                    self._running = None
+        # Before the first call, too, this worker has nothing to do.
+        with page().idle():
+            while not self._stopped:
+                self._serve_one()
+
+    def _serve_one(self) -> None:
+        """Wait for the next call, and run it."""
+        run = self._inbox.get()
+        if isinstance(run, ChannelError):
+            raise run
+        while self._first:
+            self._first.pop(0)()
+        if run is not None and not self._stopped:
+            if self._generations is not None:
+                self._generations.catch_up(run.request.generation)
+            self._running = run
+            self._look_at_running()
+            try:
+                with page().call():
+                    self._run(run)
+            finally:
+                self._running = None
 
     def run_first(self, action: Callable[[], None]) -> None:
         """Run `action` in the serving thread before the next call. Calls that run now and fail are `INTERRUPTED`."""

@@ -29,6 +29,7 @@ from unirun.weights.integrations.sending import SERVER, Param, file_for
 from unirun.weights.integrations.vllm import VLLMClient
 from unirun.weights.publishing import Blocks
 from unirun.weights.sources import VersionFile
+from unirun.wire.progress import page
 from unirun.wire.reporting import gave_up, report
 from unirun.wire.reports import EngineWeights
 
@@ -84,7 +85,8 @@ class Companion:
                 state, commands = event(state)
                 for command in commands:
                     self._do(command)
-                event = self._events.get()
+                with page().idle():
+                    event = self._events.get()
         finally:
             self._over.set()
             deadline = time.monotonic() + FINAL_LOAD_TIMEOUT

@@ -35,6 +35,7 @@ from unirun.roles.calls.dispatcher import VISITOR_RESULTS_TTL, Dispatcher
 from unirun.roles.calls.policy import invocations
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
+from unirun.wire.progress import IDLE, page
 
 ME, TRAINER = WorkerId("desk", 0, 0), WorkerId("trainer", 0, 0)
 
@@ -332,6 +333,25 @@ class TestAnswers:
 
 
 class TestTheServingThread:
+    def test_is_idle_until_the_first_call_and_between_calls(self) -> None:
+        """One that is not called for a long time does not hang. The serving thread is the main one, as in a worker."""
+        seen = list[int]()
+
+        class Seeing(RecordingWorkload):
+            def look(self) -> None:
+                seen.append(page().fields[IDLE])
+                dispatcher.run_first(lambda: seen.append(page().fields[IDLE]))
+                dispatcher.run_first(dispatcher.stop)
+
+        workload = Seeing()
+        dispatcher = Dispatcher(workload, ME, invocations(workload))
+        page().fields[IDLE] = 0
+        dispatcher.run_first(lambda: seen.append(page().fields[IDLE]))
+        dispatcher.handle(Parcel(request(1, "look")), lambda parcel: None)
+        dispatcher.serve()
+        dispatcher.close()
+        assert [*seen, page().fields[IDLE]] == [1, 0, 1, 0]
+
     def test_catches_up_with_the_generation_that_a_call_wants_before_it_runs(self) -> None:
         workload = RecordingWorkload()
         harness = DispatcherHarness(workload, generations=Generations(workload))

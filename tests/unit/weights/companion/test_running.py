@@ -22,6 +22,7 @@ from unirun.weights.companion.running import Companion
 from unirun.weights.publishing import Blocks, Packing
 from unirun.weights.sources import VersionFile
 from unirun.weights.tensors import layout_of
+from unirun.wire.progress import IDLE, page
 from unirun.wire.reports import EngineWeights
 
 Tensors = dict[str, torch.Tensor]
@@ -312,6 +313,24 @@ def test_tensors_that_no_engine_can_be_given_end_the_companion(host: Host) -> No
     host.channel.publish(1, {"a": torch.zeros(2, dtype=torch.complex128)})
     with pytest.raises(WeightsError, match="a: safetensors has no torch.complex128"):
         host.companion.run()
+
+
+def test_it_is_idle_while_nothing_happens(host: Host) -> None:
+    """Otherwise the console would say after ten minutes that it makes no progress."""
+    page().fields[IDLE] = 0
+    seen = list[int]()
+
+    def look() -> None:
+        seen.append(eventually(lambda: page().fields[IDLE]))
+        host.companion.stop()
+
+    looks = threading.Thread(target=look)
+    looks.start()
+    # In the main thread, as in a worker.
+    host.companion.run()
+    looks.join(WAIT_TIMEOUT)
+    assert seen == [1]
+    assert not page().fields[IDLE]
 
 
 def test_it_ends_at_once_when_it_is_told(host: Host) -> None:
