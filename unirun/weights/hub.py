@@ -50,10 +50,19 @@ Lease = tuple[RemoteSource, int | None]
 
 
 class HeldVersion:
-    """A version, the copies that it is in, and the blocks that are held for it. `number` is that of its layout."""
+    """A version, the copies that it is in, and the blocks that are held for it. `number` is that of its layout;
+    `origins` are all publishers that it is of, also those of which no part is here: versions of one number are the same
+    only if these are."""
 
-    def __init__(self, version: int, number: int, copies: Sequence[Copy], leases: Sequence[Lease]) -> None:
-        self.version, self.number = version, number
+    def __init__(
+        self,
+        version: int,
+        number: int,
+        copies: Sequence[Copy],
+        leases: Sequence[Lease],
+        origins: Sequence[Origin],
+    ) -> None:
+        self.version, self.number, self.origins = version, number, tuple(origins)
         self.copies, self.leases = tuple(copies), tuple(leases)
         self.users = 0
 
@@ -105,13 +114,13 @@ class Holder:
         return None
 
     def hold(
-        self, version: int, copies: Sequence[Copy], leases: Sequence[Lease]
+        self, version: int, copies: Sequence[Copy], leases: Sequence[Lease], origins: Sequence[Origin]
     ) -> list[tuple[RemoteSource, Future[Parcel]]]:
         """Hold this version in place of the one before. Returns the answers of publishers to come: they have back what
         is not needed any more."""
         with self._lock:
             self._number += 1
-            return self._replace(HeldVersion(version, self._number, copies, leases))
+            return self._replace(HeldVersion(version, self._number, copies, leases, origins))
 
     def give_back(self, leases: Sequence[Lease]) -> list[tuple[RemoteSource, Future[Parcel]]]:
         """These blocks are not needed. What is held stays. Returns the answers of publishers to come."""
@@ -158,7 +167,7 @@ class Holder:
             reply(self._fetched(held, request))
 
     def _fetched(self, held: HeldVersion, request: Peek | Fetch) -> Parcel:
-        head = encode(Fetched(held.version, held.number, held.number))
+        head = encode(Fetched(held.version, held.number, held.number, origins=held.origins))
         if isinstance(request, Peek) or request.layout != held.number or request.parts is None:
             return Parcel(head)
         with self._lock:

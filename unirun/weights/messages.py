@@ -83,7 +83,7 @@ class Fetched(Value, tag=True):
 
     `elsewhere` are the readers that have got some parts already, and which ones: their places in the request.
     `handle` is that of memory of a device, which is lent. With a `path`, the block is a safetensors file there, as long
-    as it is lent; `token` is in it, and in no other.
+    as it is lent; `token` is in it, and in no other. `origins` are those of a version that a receiver holds.
     """
 
     version: int
@@ -93,6 +93,7 @@ class Fetched(Value, tag=True):
     handle: bytes = b""
     path: str = ""
     token: str = ""
+    origins: tuple[Origin, ...] = ()
 
 
 class Release(Value, tag=True):

@@ -17,7 +17,7 @@ from unirun.roles.transport.protocol import Parcel
 from unirun.values import Value
 from unirun.weights.devices import DeviceError, DeviceInterface
 from unirun.weights.hub import Holder
-from unirun.weights.messages import Describe, Described, Fetched, Released, answer_of
+from unirun.weights.messages import Describe, Described, Fetched, Origin, Released, answer_of
 from unirun.weights.publishing import Finder, Packing, blend, copy_all, device_of
 from unirun.weights.sources import Copy, Mapped, RemoteSource, Sent, VersionFile, opened
 from unirun.weights.tensors import (
@@ -70,6 +70,11 @@ class FetchResult(Value):
         """True if it can be held for others: it is in memory of the host. That of a device is needed for other
         things."""
         return not self.fetched.handle and all(view.is_cpu for view in self.views)
+
+
+def _origins(sources: Sequence[RemoteSource]) -> list[Origin]:
+    """All publishers of a version, with the numbers of their layouts."""
+    return [(source.who, source.packing.number) for source in sources if source.packing is not None]
 
 
 def leases(found: Sequence[FetchResult]) -> list[tuple[RemoteSource, int]]:
@@ -164,9 +169,13 @@ class Receiver:
                 for source in sources:
                     source.describe(None)
                 continue
-            at_least, done = self._take(sources, takes, at_least, target)
+            at_least, done = self._take(sources, takes, at_least, target, _origins(sources))
             if done:
                 return at_least
+            if any(source.packing is None for source in sources):
+                # The one that has another layout may have withdrawn its version, and then so have all.
+                for source in sources:
+                    source.describe(None)
 
     def borrow(
         self, sources: Sequence[RemoteSource], at_least: int, deadline: float
@@ -197,7 +206,7 @@ class Receiver:
         if file is None:
             return None
         self.last = [FetchResult(lender, lender, takes, said, mapped, mapped.views(takes))]
-        self._hold(said.version, self.last, deadline, keeps=True)
+        self._hold(said.version, self.last, deadline, _origins(sources), keeps=True)
         return said.version, file
 
     def _lender(self, sources: Sequence[RemoteSource]) -> RemoteSource | None:
@@ -210,29 +219,48 @@ class Receiver:
         return None
 
     def receive_held(self, holders: Sequence[RemoteSource], target: Target, at_least: int) -> int | None:
-        """As `receive`, with the latest version of which some of `holders` have all parts. None: there is none."""
+        """As `receive`, with the latest version of which some of `holders` have all parts. None: there is none.
+
+        Versions with one number but different origins are of different states of the publishers.
+        """
         versions = self._versions(holders, target.deadline)
-        for version in sorted({each for each in versions.values() if each >= at_least}, reverse=True):
-            some = [source for source in holders if versions.get(source) == version]
-            for source in some:
-                source.describe(None)
-            try:
-                self._describe(some, target.deadline)
-                taken, done = self._take(some, self._planned(some, target.layout), version, target)
-            except (PeerLost, WeightsError):
-                continue
-            if done:
+        found = {(said.version, said.origins) for said in versions.values() if said.version >= at_least}
+        for version, origins in sorted(found, reverse=True):
+            some = {
+                source: said.layout
+                for source, said in versions.items()
+                if (said.version, said.origins) == (version, origins)
+            }
+            taken = self._take_held(some, version, target, origins)
+            if taken is not None:
                 return taken
         return None
 
-    def _versions(self, sources: Sequence[RemoteSource], deadline: float) -> dict[RemoteSource, int]:
+    def _take_held(
+        self, some: Mapping[RemoteSource, int], version: int, target: Target, origins: Sequence[Origin]
+    ) -> int | None:
+        """As `_take`, from holders whose versions have these numbers. None: they have others now, or not all parts."""
+        sources = [*some]
+        for source in sources:
+            source.describe(None)
+        try:
+            self._describe(sources, target.deadline)
+            if any(source.packing is None or source.packing.number != some[source] for source in sources):
+                return None
+            takes = self._planned(sources, target.layout)
+            taken, done = self._take(sources, takes, version, target, origins)
+        except (PeerLost, WeightsError):
+            return None
+        return taken if done else None
+
+    def _versions(self, sources: Sequence[RemoteSource], deadline: float) -> dict[RemoteSource, Fetched]:
         """The versions that these processes have now; those that have none, or have ended, are left out."""
         found = {}
         for source in sources:
             with suppress(PeerLost):
                 said, _ = self._said(source, source.peek(None), Fetched, deadline)
                 if said.layout:
-                    found[source] = said.version
+                    found[source] = said
         return found
 
     def all_have(self, sources: Sequence[RemoteSource], deadline: float) -> bool:
@@ -282,6 +310,7 @@ class Receiver:
         takes: Mapping[int, tuple[NamedBox, ...]],
         at_least: int,
         target: Target,
+        origins: Sequence[Origin],
     ) -> tuple[int, bool]:
         """Fetch and copy. Returns the version, or the one to ask for next, and whether that was done."""
         for source in sources:
@@ -290,7 +319,7 @@ class Receiver:
         if not found:
             return at_least, False
         try:
-            return self._copied(found, at_least, target)
+            return self._copied(found, at_least, target, origins)
         except BaseException:
             self._holder.give_back(leases(found))
             raise
@@ -427,7 +456,9 @@ class Receiver:
                 if isinstance(said, Fetched) and said.block:
                     self._holder.give_back([(source, said.block)])
 
-    def _copied(self, found: Sequence[FetchResult], at_least: int, target: Target) -> tuple[int, bool]:
+    def _copied(
+        self, found: Sequence[FetchResult], at_least: int, target: Target, origins: Sequence[Origin]
+    ) -> tuple[int, bool]:
         """As `_take`, of what was fetched."""
         version = max(got.fetched.version for got in found)
         if any(got.fetched.version != version for got in found):
@@ -470,7 +501,7 @@ class Receiver:
             for name, _, view in assigned:
                 target.assign(name, view)
         self.last = found
-        self._hold(version, found, target.deadline, keeps=target.keeps)
+        self._hold(version, found, target.deadline, origins, keeps=target.keeps)
         return version, True
 
     def _unchanged(self, found: Sequence[FetchResult], deadline: float) -> bool:
@@ -483,12 +514,20 @@ class Receiver:
         ]
         return all(said.held for said in answers)
 
-    def _hold(self, version: int, found: Sequence[FetchResult], deadline: float, *, keeps: bool) -> None:
+    def _hold(
+        self,
+        version: int,
+        found: Sequence[FetchResult],
+        deadline: float,
+        origins: Sequence[Origin],
+        *,
+        keeps: bool,
+    ) -> None:
         """Hold what can be held for others, in place of the version before; give back all else. `keeps`: memory that is
         lent is kept until it is freed."""
         lasting = [got for got in found if got.lasts]
         lent = [(source, None if keeps else block) for source, block in leases(lasting)]
-        answers = self._holder.hold(version, [got.copy for got in lasting], lent)
+        answers = self._holder.hold(version, [got.copy for got in lasting], lent, origins)
         answers += self._holder.give_back(leases([got for got in found if not got.lasts]))
         for source, released in answers:
             with suppress(PeerLost):

@@ -1,0 +1,85 @@
+"""Receivers that hold a part each, in any history: what a late receiver gets of them, without a publisher, is of one
+state of the publishers. Versions of several states have the same number, as publishers withdraw and begin anew."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from tests.effort import examples
+from tests.unit.weights.test_histories import ROWS, Channel, Tensors, content, same
+from unirun.errors import PeerLost, WeightsTimeout
+from unirun.weights.tensors import LocalShard, Piecewise
+
+HALF = ROWS // 2
+LATE, HOLDERS = 0, (1, 2)
+
+
+def part(rank: int, tensors: Tensors) -> dict[str, Piecewise]:
+    """The part of a holder, in these tensors: a half of the first one, which one publisher has, and another tensor."""
+    begin = HALF * (rank - 1)
+    rows = LocalShard(tensors["w"][begin : begin + HALF], shape=(ROWS, 4), start=(begin, 0))
+    return {"w": rows, "n": tensors["n"]} if rank == 1 else {"w": rows, "b": tensors["b"]}
+
+
+class HeldVersions(RuleBasedStateMachine):
+    """Publishers have a half each, as the holders do."""
+
+    @initialize()
+    def begins(self) -> None:
+        self.channel = Channel()
+        self.channel.way = HALF
+        self.channel.begins()
+        self.held: dict[int, tuple[int, int]] = {}
+        """The epoch and the number of the version of each holder."""
+
+    @rule()
+    def publish(self) -> None:
+        self.channel.all_publish(False, 0)
+
+    @rule()
+    def withdraw(self) -> None:
+        self.channel.withdraw()
+
+    @rule()
+    def begin_anew(self) -> None:
+        """From a checkpoint, so that the last number comes again."""
+        self.channel.die()
+        self.channel.begin_anew(0, 1)
+
+    @rule(rank=st.sampled_from(HOLDERS))
+    def receive(self, rank: int) -> None:
+        channel, reader = self.channel, self.channel.readers[rank]
+        if not channel.latest:
+            return
+        version = reader.channel.receive(part(rank, reader.tensors), timeout=1.0)
+        self.held[rank] = channel.epoch, version
+
+    @rule()
+    def receive_late(self) -> None:
+        """Publishers are dead. Holders that have the same state are enough together."""
+        channel = self.channel
+        channel.die()
+        channel.start_reader(LATE)
+        reader = channel.readers[LATE]
+        held = {self.held.get(rank) for rank in HOLDERS}
+        try:
+            version = reader.channel.receive(reader.tensors, timeout=1.0)
+        except (PeerLost, WeightsTimeout):
+            assert len(held) > 1 or None in held
+        else:
+            assert held == {(held_of := self.held[HOLDERS[0]])}, "parts of two states"
+            assert version == held_of[1]
+            assert same(reader.tensors, content(*held_of))
+        channel.job.dies(reader.worker)
+        channel.start_reader(LATE)
+        channel.begin_anew(0, 1)
+
+    def teardown(self) -> None:
+        self.receive_late()
+        self.channel.job.close()
+
+
+TestHeldVersions = HeldVersions.TestCase
+TestHeldVersions.settings = settings(examples(60), stateful_step_count=8)
