@@ -28,15 +28,15 @@ from tests.unit.wire.endpoints import Endpoint, encoded
 from tests.unit.wire.slow_peers import SlowClient
 from unirun.errors import ConnectionLost, RendezvousError, UnirunError
 from unirun.wire import blocking, sockets
-from unirun.wire.address import TcpAddress, UnixAddress
+from unirun.wire.address import UnixAddress
 from unirun.wire.aio import Stream, StreamServer, connect
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.credentials import Credentials
 from unirun.wire.handshake import (
     CONNECTION_QUEUE_TIMEOUT,
-    EACH,
     HANDSHAKE_TIMEOUT,
     HELLO_SIZE,
+    KNOWN,
     PROOF_SIZE,
     Handshake,
     new_token,
@@ -87,7 +87,7 @@ class SlowClients(RuleBasedStateMachine):
         self.loop = SimulatedLoop()
         self.before = descriptors()
         self.clients: list[tuple[SlowClient, float]] = []
-        self.crowd: list[socket.socket] = []
+        self.crowd: list[SlowClient] = []
         self.served: list[Served] = []
         self.number = 0
         self.endpoint = Endpoint(self.kind, Path(self.folder.name))
@@ -161,12 +161,11 @@ class SlowClients(RuleBasedStateMachine):
                 served.close()
             self.loop.passes()
 
-    @rule()
-    def comes_in_a_crowd(self) -> None:
+    @rule(really=st.sampled_from((False, False, False, True)))
+    def comes_in_a_crowd(self, really: bool) -> None:
         """More connections than may begin at once, and none says anything."""
-        if isinstance(self.endpoint.address, TcpAddress) and not self.crowd:
-            place = (self.endpoint.address.addr, self.endpoint.address.port)
-            self.crowd = [socket.create_connection(place) for _ in range(EACH + 2)]
+        if really and not self.crowd:
+            self.crowd = [SlowClient(self.endpoint) for _ in range(KNOWN + 2)]
             self.loop.passes()
 
     @rule(seconds=st.sampled_from((0.3, 3.0, HANDSHAKE_TIMEOUT + 0.1)))
@@ -204,16 +203,16 @@ class SlowClients(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "server"):
             return
+        # Some are in their handshakes then, and others wait for theirs.
+        self.comes_in_a_crowd(True)
         self.loop.call_soon(self.server.close)
         self.loop.passes()
         for served in self.served:
             served.close()
         self.loop.passes(HANDSHAKE_TIMEOUT + 0.1)
         left = asyncio.all_tasks(self.loop)
-        for client, _ in self.clients:
+        for client in (*self.crowd, *(client for client, _ in self.clients)):
             client.close()
-        for sock in self.crowd:
-            sock.close()
         open_still = descriptors().items() - self.before.items()
         self.loop.end()
         self.folder.cleanup()
