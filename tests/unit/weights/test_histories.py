@@ -15,7 +15,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.effort import examples
+from tests.effort import examples, variants
 from tests.unit.weights.job import Job, Worker
 from unirun.errors import PeerLost, WeightsError, WeightsTimeout
 from unirun.weights.channel import WeightsChannel
@@ -37,6 +37,9 @@ ETA = 0.25
 ROWS = 6
 BLOCKS = 8
 """Blocks that a publisher has at most, with three receivers: two, and two for each that holds one or has assigned one."""
+
+LAST_MOMENT = 20
+"""Moments of a receive in which nothing fails, and some more."""
 
 RANK, READER = st.sampled_from(PUBLISHERS), st.sampled_from((0, *RECEIVERS))
 RARELY = st.integers(0, 3).map(lambda number: number == 0)
@@ -254,6 +257,15 @@ class Channel(RuleBasedStateMachine):
         for _ in range(2):
             self.all_publish(False, 0)
 
+    @precondition(lambda self: not self.away)
+    @rule(rank=READER)
+    def publishers_turn_their_cut(self, rank: int) -> None:
+        """The blocks of the next layout are as large as those of this one, so that they are the same memory."""
+        for way in (self.way, -self.way, -self.way):
+            self.way = way
+            self.all_publish(False, way)
+            self.receive(rank, "copy", None, None, ())
+
     @rule(
         rank=READER,
         back=st.sampled_from([None, None, None, -1, -1]),
@@ -391,3 +403,24 @@ class Channel(RuleBasedStateMachine):
 
 TestChannel = Channel.TestCase
 TestChannel.settings = examples(200)
+
+
+@pytest.mark.parametrize("how", variants("blend", "copy"))
+@pytest.mark.parametrize("what", ["break", "overwrite", "die", "withdraw"])
+def test_a_version_is_whole_whatever_happens_at_any_moment(what: str, how: str) -> None:
+    history = Channel()
+    try:
+        history.begins()
+        history.all_publish(True, 2)
+        for rank, source in ((0, 0), (0, 1), (1, 0)):
+            for moment in range(LAST_MOMENT):
+                if history.away:
+                    history.begin_anew(0, 1)
+                history.all_publish(False, 0)
+                history.receive(rank, "copy", None, None, ())
+                history.all_publish(False, 0)
+                history.receive(rank, how, None, None, [(moment, what, source)])
+                history.tensors_are_those_of_the_version_that_was_received()
+                history.blocks_are_lent_to_those_who_hold_them()
+    finally:
+        history.teardown()
