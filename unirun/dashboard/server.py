@@ -7,7 +7,9 @@ import json
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from importlib.resources import files
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -56,6 +58,25 @@ WELCOME = """<!doctype html><html lang="en"><title>unirun</title><meta http-equi
 request after that."""
 
 
+class _Server(uvicorn.Server):
+    """Waits for the signal that ends it. uvicorn's own wakes up ten times a second to look for that."""
+
+    _wake: Callable[[], object] = staticmethod(lambda: None)
+
+    async def main_loop(self) -> None:
+        """Return when a signal has come."""
+        over = asyncio.Event()
+        self._wake = partial(asyncio.get_running_loop().call_soon_threadsafe, over.set)
+        # It sets the headers of all answers.
+        if not await self.on_tick(0):
+            await over.wait()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a signal."""
+        super().handle_exit(sig, frame)
+        self._wake()
+
+
 class PageServer:
     """The page of some jobs on a socket that listens. `announce` gets each link that lets a browser in."""
 
@@ -78,11 +99,12 @@ class PageServer:
             ws="none",
             http="h11",
             server_header=False,
+            date_header=False,
             proxy_headers=False,
             # Streams end by themselves at their next look.
             timeout_graceful_shutdown=int(LONGEST_LOOK_SECONDS) + 1,
         )
-        self._uvicorn = uvicorn.Server(config)
+        self._uvicorn = _Server(config)
         self._uvicorn.run(sockets=[self._listener])
 
     def _new_link(self) -> None:
@@ -176,21 +198,17 @@ async def _job_news(job: WatchedJob) -> AsyncIterator[Plain | None]:
     while True:
         began = time.monotonic()
         news: Plain | None = None
-        # The end of processes that leave no word changes no file.
-        if (now := job.stamp()) != stamp or shown["ended"] is None:
-            try:
+        try:
+            # In this thread: a look at a job in which nothing happens has to cost little.
+            if (now := job.stamp()) != stamp:
                 view = await run_in_threadpool(job.view)
-            except JobError as error:
-                yield {"gone": str(error)}
-                return
-            change = {"all": view} if not shown else changes(shown, view)
-            events = (await run_in_threadpool(job.events_since, number)) if now != stamp else []
-            if stamp is None:
-                events = []
-            number, shown = job.events_so_far, view
-            if change or events or now != stamp:
-                news = {"change": change, "events": events}
-            stamp = now
+                change = {"all": view} if not shown else changes(shown, view)
+                events = await run_in_threadpool(job.events_since, number)
+                news = {"change": change, "events": events if stamp is not None else []}
+                number, shown, stamp = job.events_so_far, view, now
+        except JobError as error:
+            yield {"gone": str(error)}
+            return
         yield news
         took = time.monotonic() - began
         await asyncio.sleep(min(max(LOOK_SECONDS, LOOK_SHARE * took), LONGEST_LOOK_SECONDS))

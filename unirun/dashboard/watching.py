@@ -6,8 +6,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Generic, TypeVar
 
 from msgspec import ValidationError, convert, to_builtins
 
@@ -29,7 +30,7 @@ from unirun.experiments.starting import job_of, phase_of, trials
 from unirun.launcher.asking import ask_stacks
 from unirun.observe.events import LoggedEvent
 from unirun.observe.jobdir import JobDir, all_jobs, job_at
-from unirun.observe.status import ENDED, JobStatus, read_status, read_summary
+from unirun.observe.status import ENDED, JobStatus, Summary, read_status, read_summary
 from unirun.wire.messages import AskStacks
 
 EVENTS = 50_000
@@ -43,6 +44,39 @@ FAILURES = 500
 
 SHOWN_EVENTS = 2_000
 
+LOST_SECONDS = 5.0
+"""Seconds between two looks at a job that waits for Slurm: its end may change no file, and Slurm is asked for it."""
+
+Document = TypeVar("Document", JobStatus, Summary)
+
+
+class KeptDocument(Generic[Document]):
+    """A document of a job, which is read again only if it may be another one: its file has changed, or the processes
+    of the job are gone."""
+
+    def __init__(self, job: JobDir, path: os.PathLike[str], read: Callable[[JobDir], Document]) -> None:
+        self._job, self._path, self._read = job, path, read
+        self._stamp = (0, 0, 0)
+        self._document: Document | None = None
+
+    def stamp(self) -> tuple[int, int, int]:
+        """Changes when the document may have. It costs a few calls of the system. Raises `JobError`."""
+        return (*_stamp(self._path), self._loss())
+
+    def _loss(self) -> int:
+        """0 as long as the job is known to live, or to be over."""
+        if self._document is None or self._document.phase in ENDED or self._job.alive():
+            return 0
+        return 1 + int(time.monotonic() / LOST_SECONDS)
+
+    def get(self) -> Document:
+        """The document as it is now. Raises `JobError`."""
+        stamp = self.stamp()
+        if self._document is None or stamp != self._stamp:
+            self._document = self._read(self._job)
+            self._stamp = (*stamp[:2], 0 if self._document.phase in ENDED else stamp[2])
+        return self._document
+
 
 class WatchedJob:
     """The files of one job. Several threads may ask at once."""
@@ -50,8 +84,9 @@ class WatchedJob:
     def __init__(self, job: JobDir) -> None:
         self.job, self.born = job, birth(job)
         self._lock = threading.Lock()
-        self._stamp = (0, 0)
-        self._status: JobStatus | None = None
+        self._status = KeptDocument(job, job.state, read_status)
+        self._summary = KeptDocument(job, job.summary, read_summary)
+        self._viewed: JobStatus | None = None
         self._view: Plain = {}
         self._events: deque[LoggedEvent] = deque(maxlen=EVENTS)
         self._event_tail, self._metric_tail = Tail(job.events), Tail(job.metrics)
@@ -60,37 +95,29 @@ class WatchedJob:
         self.events_so_far = 0
         """Events that were read; the number of the next one."""
 
-    def stamp(self) -> tuple[int, int, int]:
-        """Changes when one of the files has. It costs three calls of the system."""
-        return (*_stamp(self.job.state), _size(self.job.events) + _size(self.job.metrics))
+    def stamp(self) -> tuple[int, ...]:
+        """Changes when one of the files has, or the job may be lost. Its first number is the time of the state in ns.
+        Raises `JobError`."""
+        return (*self._status.stamp(), _size(self.job.events) + _size(self.job.metrics))
 
     @property
     def status(self) -> JobStatus:
         """The status as it is now. Raises `JobError`."""
         with self._lock:
-            return self._refreshed()
+            return self._status.get()
 
-    def _refreshed(self) -> JobStatus:
-        stamp = _stamp(self.job.state)
-        if self._status is None or stamp != self._stamp or self._status.ended is None:
-            status = (
-                read_status(self.job) if stamp != self._stamp or self._status is None else self._checked()
-            )
-            if status is not self._status:
-                self._status, self._stamp, self._view = status, stamp, {}
-        return self._status
-
-    def _checked(self) -> JobStatus:
-        """The status that was read before, unless the processes of the job are gone."""
-        assert self._status is not None
-        return self._status if self._status.phase == "lost" or self.job.alive() else read_status(self.job)
+    @property
+    def summary(self) -> Summary:
+        """The job in short. Raises `JobError`."""
+        with self._lock:
+            return self._summary.get()
 
     def view(self) -> Plain:
         """The job as the page shows it. Raises `JobError`."""
         with self._lock:
-            status = self._refreshed()
-            if not self._view:
-                self._view = job_view(status)
+            status = self._status.get()
+            if status is not self._viewed:
+                self._viewed, self._view = status, job_view(status)
             return self._view
 
     def events(self) -> Sequence[LoggedEvent]:
@@ -218,20 +245,27 @@ class Jobs:
         if not job.path.is_dir() or job.path.is_symlink():
             raise JobError(f"no job is called {run_id}")
         with self._lock:
-            known = self._watched.get(run_id)
-            # Another job may have taken the id.
-            if known is None or known.born != birth(job):
-                known = self._watched[run_id] = WatchedJob(job)
-            return known
+            return self._known(job)
+
+    def _known(self, job: JobDir) -> WatchedJob:
+        known = self._watched.get(job.run_id)
+        # Another job may have taken the id.
+        if known is None or known.born != birth(job):
+            known = self._watched[job.run_id] = WatchedJob(job)
+        return known
 
     def summaries(self) -> list[Plain]:
         """The jobs in short, the newest first. One without a status is left out."""
+        jobs = {job.run_id: job for job in all_jobs() if not self.only or job.run_id in self.only}
+        with self._lock:
+            for gone in self._watched.keys() - jobs.keys():
+                del self._watched[gone]
+            watched = [self._known(job) for job in jobs.values()]
         found: list[Plain] = []
-        for job in all_jobs():
-            if not self.only or job.run_id in self.only:
-                with suppress(JobError):
-                    found.append(to_builtins(read_summary(job)))
-        return found[::-1]
+        for each in reversed(watched):
+            with suppress(JobError):
+                found.append(to_builtins(each.summary))
+        return found
 
     def trials(self) -> list[Plain]:
         """The trials of experiments, and their jobs."""

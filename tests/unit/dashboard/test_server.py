@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import json
+import os
 import threading
 from collections.abc import Iterator
 
@@ -178,6 +180,18 @@ def test_what_changes_comes_by_itself(site: Site) -> None:
     write_status(job, recorded_status("job-1", 4, "succeeded"))
     news = next_news()
     assert "succeeded" in json.dumps(news["change"])
+    answer.close()
+
+
+def test_the_loss_of_a_job_that_changes_no_file_comes_by_itself(site: Site) -> None:
+    job = record("job-1", phase="running")
+    handle = os.open(job.lock, os.O_RDWR)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    answer = site.connect("/api/jobs/job-1/live", cookie=site.enter())
+    assert b'"phase":"running"' in answer.readline()
+    os.close(handle)
+    while b'"phase":"lost"' not in (line := answer.readline()):
+        assert line
     answer.close()
 
 
