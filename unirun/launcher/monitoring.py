@@ -62,23 +62,32 @@ class NodeHealth:
             self._devices.close()
 
 
+def _handles(nvml: Any) -> dict[int, Any]:
+    """The devices of this host by their numbers, without those that do not answer. The driver is open from then on."""
+    found: dict[int, Any] = {}
+    with suppress(nvml.NVMLError):
+        nvml.nvmlInit()
+        for number in range(nvml.nvmlDeviceGetCount()):
+            with suppress(nvml.NVMLError):
+                found[number] = nvml.nvmlDeviceGetHandleByIndex(number)
+    return found
+
+
 class _Devices:
     """The NVIDIA devices of this host. A driver may not support all that is asked."""
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
-        self._handles: dict[int, Any] = {}
+        self._handles = _handles(nvml)
         self._errors: dict[int, int] = {}
         self._events: Any = None
         with suppress(nvml.NVMLError):
-            nvml.nvmlInit()
             self._events = nvml.nvmlEventSetCreate()
-            for number in range(nvml.nvmlDeviceGetCount()):
+        for number, handle in self._handles.items():
+            with suppress(nvml.NVMLError):
+                self._errors[number] = self._uncorrected(number)
+            if self._events is not None:
                 with suppress(nvml.NVMLError):
-                    self._handles[number] = nvml.nvmlDeviceGetHandleByIndex(number)
-                    self._errors[number] = self._uncorrected(number)
-                with suppress(nvml.NVMLError):
-                    handle = self._handles.get(number)
                     nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._events)
 
     def close(self) -> None:
@@ -205,7 +214,7 @@ class DeviceUsage:
 
     def __init__(self, nvml: Any = None) -> None:
         self._nvml = nvml
-        self._handles: list[Any] | None = None
+        self._handles: dict[int, Any] | None = None
 
     def look(self) -> dict[int, tuple[float, int]]:
         """For each process with memory on a device: how busy its devices are, in percent, and that memory in bytes.
@@ -213,9 +222,11 @@ class DeviceUsage:
         It may take seconds, as a driver does for a device that is gone.
         """
         if self._handles is None:
-            self._handles = list(self._found())
+            if self._nvml is None and has_nvml():
+                self._nvml = import_module("pynvml")
+            self._handles = _handles(self._nvml) if self._nvml is not None else {}
         found: dict[int, tuple[float, int]] = {}
-        for handle in self._handles:
+        for handle in self._handles.values():
             with suppress(self._nvml.NVMLError):
                 busy = float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
                 for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle):
@@ -223,17 +234,6 @@ class DeviceUsage:
                     # In a container the driver may not tell the memory.
                     found[process.pid] = max(before[0], busy), before[1] + (process.usedGpuMemory or 0)
         return found
-
-    def _found(self) -> Iterator[Any]:
-        if self._nvml is None:
-            if not has_nvml():
-                return
-            self._nvml = import_module("pynvml")
-        with suppress(self._nvml.NVMLError):
-            self._nvml.nvmlInit()
-            for number in range(self._nvml.nvmlDeviceGetCount()):
-                with suppress(self._nvml.NVMLError):
-                    yield self._nvml.nvmlDeviceGetHandleByIndex(number)
 
     def close(self) -> None:
         """Leave the driver."""
