@@ -20,6 +20,7 @@ from experiments.sums import LLAMA, SHAPE, llama, questions
 from unirun.experiments import (
     AgentAbstraction,
     Allocation,
+    DatasetAbstraction,
     EnvServiceAbstraction,
     Experiment,
     ExperimentConfig,
@@ -89,7 +90,8 @@ class AsyncGRPO(Experiment):
 
     preload = ("reasoning_gym",)
     agent, env = "solver", "null"
-    workers = 2
+    network, tokenizer, score = LLAMA, "characters", "experiments.sums:score"
+    workers, ranks = 2, 2
     weights: str = ""
     samples: int = 3000
     batch: int = 32
@@ -134,9 +136,13 @@ class AsyncGRPO(Experiment):
         )
         return [before, train]
 
+    def data(self, count: int, *, held_out: bool = False) -> DatasetAbstraction:
+        """This number of prompts."""
+        return questions(count, held_out=held_out)
+
     def interface(self, name: str) -> ModelInterfaceAbstraction:
-        """An interface of the policy, which answers held-out sums, too."""
-        scored = {"reward": "experiments.sums:score", "max_new_tokens": ROOM}
+        """An interface of the policy, which answers held-out prompts, too."""
+        scored = {"reward": self.score, "max_new_tokens": ROOM}
         parts = {"minibatches": self.updates, "drop_equal": self.drop_equal}
         return ModelInterfaceAbstraction(name, {**parts, **scored})
 
@@ -146,10 +152,11 @@ class AsyncGRPO(Experiment):
         return ModelBackendAbstraction("ddp", {"lr": lr, **schedule})
 
     def models(self) -> dict[ModelName, Allocation]:
-        """The policy, in two data-parallel ranks."""
-        held_out = questions(200, held_out=True)
-        network = llama(weights=self.weights)
-        return {ACTOR: Allocation(network, self.trained(self.lr), topology(data=2), 0, held_out)}
+        """The policy, in data-parallel ranks."""
+        held_out = self.data(200, held_out=True)
+        network = llama(weights=self.weights, folder=self.network)
+        layout = topology(data=self.ranks)
+        return {ACTOR: Allocation(network, self.trained(self.lr), layout, 0, held_out)}
 
     def control(self) -> ExperimentSaveEvalControl:
         """The end, and what is done before it."""
@@ -164,21 +171,21 @@ class AsyncGRPO(Experiment):
         """The models, their calls, and what makes their data."""
         n = self.batch
         options = {**SERVERS[self.backend], "python": self.python}
-        server = GenerationServer(self.seed, self.backend, options, str(LLAMA), 1)
+        server = GenerationServer(self.seed, self.backend, options, str(self.network), 1)
         worker = RolloutWorker(
             self.seed,
             ACTOR,
-            "characters",
+            self.tokenizer,
             ROOM,
             60,
             EnvServiceAbstraction(self.env),
             AgentAbstraction(self.agent, {"n": self.group}),
-            [questions(self.samples)],
+            [self.data(self.samples)],
         )
         return ExperimentConfig(
             exp_ctrl=self.control(),
             model_rpcs=self.calls(),
-            model_worker=model_workers(self.models(), seed=self.seed, tokenizer="characters"),
+            model_worker=model_workers(self.models(), seed=self.seed, tokenizer=self.tokenizer),
             generation_server=[server] * self.servers,
             gserver_manager=[
                 GserverManager(ACTOR, self.servers, "least_requests", self.eta, n, 60, 4 * n),

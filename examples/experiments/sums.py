@@ -49,9 +49,9 @@ class Characters:
 register_tokenizer("characters", Characters)
 
 
-def llama(*, critic: bool = False, weights: str = "") -> ModelAbstraction:
-    """A Llama with 0.4 million parameters: new, or with saved `weights`."""
-    config = json.loads((LLAMA / "config.json").read_text())
+def llama(*, critic: bool = False, weights: str = "", folder: Path = LLAMA) -> ModelAbstraction:
+    """A Llama with 0.4 million parameters, or the network of another `folder`: new, or with saved `weights`."""
+    config = json.loads((folder / "config.json").read_text())
     return ModelAbstraction("causal_lm", {"config": config, "critic": critic, "weights": weights})
 
 

@@ -1,7 +1,16 @@
-"""Stale trajectories cost no more accuracy than the margin, with the decoupled loss and five seeds: three hours."""
+"""Stale trajectories cost no more held-out accuracy than the margin, with the decoupled loss and five seeds.
+
+What counts was written down before the first series of trials. The measure is the accuracy of greedy answers to 96
+held-out prompts after the last of 52 steps. The margin is ten points. The trials of one seed are a pair: for each η of 0,
+1 and 4, the mean of synchronous minus asynchronous over the seeds has a one-sided 95 % bound by Student's t, and that is
+within the margin. Trials with PPO's own loss are in the table and the plot; nothing is asserted of them.
+
+UNIRUN_SOAK_SEEDS=0 runs one seed, of which there is no bound: each trial has to learn then.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,19 +19,36 @@ from pathlib import Path
 import pytest
 
 from tests.documents import ROOT
+from tests.integration.warm import ONE_THREAD, warm_in
+from unirun.experiments.starting import PRELOAD
 
-SETTINGS = ("samples=3000", "batch=125", "epochs=8", "updates=4")
-"""Those of the ready GRPO: 192 steps of 1000 answers, of which the first fifty gain nothing."""
+SEEDS = os.environ.get("UNIRUN_SOAK_SEEDS", "0,1,2,3,4")
+
+CHANCE, LEARNED = 20.0, 60.0
+"""Percent that are right before the first step at most, and after the last one at least."""
 
 
-@pytest.mark.timeout(6 * 3600)
+@pytest.mark.timeout(3 * 3600)
 def test_with_the_decoupled_loss_staleness_costs_no_more_than_the_margin(tmp_path: Path) -> None:
-    # The margin, ten points, and the bound are those of the script.
-    plot = tmp_path / "staleness.png"
-    command = [sys.executable, "-m", "experiments.staleness", "--root", str(tmp_path), "--out", str(plot)]
-    env = {**os.environ, "UNIRUN_HOME": str(tmp_path / "home")}
-    done = subprocess.run(
-        [*command, *SETTINGS], cwd=ROOT / "examples", env=env, capture_output=True, text=True, check=False
-    )
+    plot = tmp_path / "staleness.svg"
+    command = [sys.executable, "-m", "experiments.staleness", "--seeds", SEEDS, "--out", str(plot)]
+    with warm_in(tmp_path / "warm", "--preload", ",".join(PRELOAD), env=ONE_THREAD) as warm:
+        env = {**os.environ, **warm.command.environment(ONE_THREAD)}
+        done = subprocess.run(
+            [*command, "--root", str(tmp_path)],
+            cwd=ROOT / "examples",
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(plot.with_suffix(".json").read_text())
+    for kind, found in figures[SEEDS.partition(",")[0]].items():
+        (_, before), *_, (step, after) = found["curve"]
+        assert step == 52, kind
+        assert before <= CHANCE, kind
+        assert after >= LEARNED or kind.endswith("plain"), done.stdout
+        oldest = max((int(age) for age, count in found["ages"].items() if count), default=0)
+        assert oldest <= int(kind[2]) if kind.startswith("η") else not found["ages"], kind
     assert plot.stat().st_size > 10_000
