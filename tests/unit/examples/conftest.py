@@ -8,7 +8,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
-for name in ("ppo_cartpole", "sft_digits", "online_learning", "multimodal", "vllm_grpo"):
+for name in ("", "ppo_cartpole", "sft_digits", "online_learning", "multimodal", "vllm_grpo"):
     sys.path.insert(0, str(EXAMPLES / name))
 
 
