@@ -32,21 +32,39 @@ _OF_JOB_FILES = ("cpu", "cpus", "num_cpus", "cpus_per_task", "mem", "memory")
 USAGE = """unirun [options] [--] script.py [args]
        unirun --roles actor=4,rollout=4 [options] script.py [args]
        unirun --roles actor=4@ppo:Actor,… --trainer ppo:PPOTrainer [options]
-       unirun --service 'engine=2: vllm serve MODEL --port {port}' --after engine [options] script.py [args]
+       unirun --service 'engine=2: vllm serve MODEL --port {port}' \\
+              --after engine [options] script.py [args]
        unirun --config job.yaml [key=value …] [script.py] [-- args]
-       unirun plan …          show what would run where, start nothing
-       unirun graph …         show who calls whom, start nothing
-       unirun weights [JOB]   which version each rank has, and how it came
-       unirun status [JOB]    how a job stands          unirun ls      all jobs
-       unirun logs [JOB]      what its workers wrote    unirun stop    end a job
-       unirun events [JOB]    what happened, and why    unirun gc      clear jobs that are over
-       unirun failures [JOB]  its failures, with their likely causes
-       unirun inject JOB WHO --fault F    kill or stop workers of it, by schedule too
-       unirun warm [stop]     keep torch imported between jobs
-       unirun doctor          what is wrong with this host, or with --hosts h1,h2,…
-       unirun experiment start -e NAME -f TRIAL    a trial of a registered experiment
-       unirun render …        a batch script, a JobSet or a compose file for the same job
-       unirun completion SHELL    for bash, zsh, fish or tcsh"""
+
+before a job:
+       unirun plan …                the place of each rank; starts nothing
+       unirun graph …               the calls between roles
+       unirun doctor                faults of this host, or of --hosts h1,h2,…
+       unirun warm [stop]           keep torch imported between jobs
+       unirun render …              the job for Slurm, Kubernetes or compose
+       unirun experiment start|stop|list|find-config    trials of experiments
+
+one job (without JOB mostly the newest):
+       unirun status [JOB]          its roles, ranks and latest failures
+       unirun logs [JOB] [WHO]      the output of its workers
+       unirun failures [JOB]        its failures, with their likely causes
+       unirun events [JOB]          all that happened, and the reasons
+       unirun weights [JOB]         the version that each rank has
+       unirun top [JOB]             a live view
+       unirun stacks JOB [WHO]      its stacks, equal ones together
+       unirun debug JOB WHO         pdb in a rank
+       unirun profile JOB WHO       a flame graph of a rank
+       unirun trace [JOB]           a file for Perfetto
+       unirun report [JOB]          all about it in one file
+       unirun inject JOB WHO --fault F    kill or stop workers, by schedule too
+       unirun agent join|drain …    add a node, or empty one
+       unirun stop [JOB]            end it
+
+all jobs:
+       unirun ls                    a line for each
+       unirun dashboard [JOB …]     a web page, and metrics for Prometheus
+       unirun gc                    remove those that ended days ago
+       unirun completion SHELL      completions for bash, zsh, fish or tcsh"""
 
 
 class Parser(argparse.ArgumentParser):

@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from tests.unit.cli.in_process import run_cli
-from unirun.cli.commands import SUBCOMMANDS
+from unirun.cli.commands import COMMANDS, SUBCOMMANDS
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import (
     FailureStatus,
@@ -160,6 +160,17 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("unirun 0.")
     assert run_cli() == run_cli("-h") == 0
     assert "unirun --roles actor=4,rollout=4" in capsys.readouterr().out
+
+
+def test_the_help_has_all_commands_on_a_terminal_of_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run_cli("--help") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 80] == []
+    told = {line.split()[1] for line in lines if line.startswith("       unirun ")}
+    assert {name.partition(" ")[0] for name in COMMANDS} - told == set()
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
