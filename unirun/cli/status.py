@@ -19,9 +19,6 @@ from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerSt
 from unirun.spec.read import show_size
 from unirun.wire.reports import FROM, VERSION
 
-MANY = 1_000_000
-"""Restarts from which on there is no limit in practice, as for the workers of a `Trainer`, which counts them itself."""
-
 
 def show_status(options: Any) -> int:
     """Print the status of a job. Returns 0, whatever the job's own end was."""
@@ -122,8 +119,7 @@ def _print(status: JobStatus, master: str, batch: str, logs: str) -> None:
 
 
 def _role(role: RoleStatus) -> list[str]:
-    most = str(role.max_restarts) if role.max_restarts < MANY else "any number"
-    return [role.name, role.phase, str(len(role.workers)), str(role.generation), f"{role.restarts} of {most}"]
+    return [role.name, role.phase, str(len(role.workers)), str(role.generation), role.used]
 
 
 def _row(role: RoleStatus, worker: WorkerStatus, now: float) -> list[str]:

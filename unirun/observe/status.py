@@ -57,6 +57,10 @@ class WorkerStatus(Value):
     slots: tuple[str, ...] = ()
 
 
+MANY = 1_000_000
+"""Restarts from which on there is no limit in practice, as for the workers of a `Trainer`, which counts them itself."""
+
+
 class RoleStatus(Value):
     """One role with its workers in rank order. `program` is what a role of programs runs, empty for other entries."""
 
@@ -67,6 +71,11 @@ class RoleStatus(Value):
     max_restarts: int
     workers: tuple[WorkerStatus, ...]
     program: str = ""
+
+    @property
+    def used(self) -> str:
+        """The restarts that it has had, of those that it may have: ``1 of 3``."""
+        return f"{self.restarts} of {self.max_restarts if self.max_restarts < MANY else 'any number'}"
 
 
 class FailureStatus(Value):

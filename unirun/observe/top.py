@@ -139,7 +139,7 @@ def _head(look: Look, choice: TopView) -> Iterator[Line]:
     for role in status.roles:
         ready = sum(each.ready is not False and each.phase in ("running", "serving") for each in role.workers)
         words = [f"{role.name} {role.phase}", f"{ready} of {len(role.workers)} up"]
-        words += [f"generation {role.generation}", f"restarts {role.restarts}/{role.max_restarts}"]
+        words += [f"generation {role.generation}", f"restarts {role.used}"]
         if (stale := staleness(role, versions)) is not None:
             words.append(f"staleness {stale:g}")
         if (depth := queued(role)) is not None:

@@ -60,11 +60,16 @@ def test_a_frame_fits_the_terminal(
 def test_a_job_has_its_roles_with_staleness_and_queue_its_edges_and_its_decisions() -> None:
     found = texts(look(10.0))
     assert found[0].startswith("job-1: running, 10 s; master term 1")
-    assert "actor running, 3 of 3 up, generation 0, restarts 1/3, staleness 0, queue 7" in found
-    assert "rollout starting, 0 of 1 up, generation 0, restarts 0/3, staleness 2" in found
+    assert "actor running, 3 of 3 up, generation 0, restarts 1 of 3, staleness 0, queue 7" in found
+    assert "rollout starting, 0 of 1 up, generation 0, restarts 0 of 3, staleness 2" in found
     assert any(line.startswith("trainer → actor update") and "10.00" in line for line in found)
     assert "     8 s ago  decision: actor:1 ended; restart 1 of 3" in found
     assert len([line for line in found if line.startswith(("actor:", "rollout:"))]) == 4
+
+
+def test_a_role_without_a_limit_in_practice_may_have_any_number_of_restarts() -> None:
+    assert RoleStatus("worker", "running", 0, 2, 3, ()).used == "2 of 3"
+    assert RoleStatus("worker", "running", 0, 2, 1_000_000, ()).used == "2 of any number"
 
 
 def test_rates_are_those_between_the_last_two_changes() -> None:
