@@ -103,7 +103,11 @@ def _top_level(name: str, folders: Sequence[str]) -> ModuleSpec | None:
 def _ask(name: str, path: list[str] | None) -> ModuleSpec | None:
     """Ask all finders: editable installs add their own."""
     for finder in sys.meta_path:
-        found = finder.find_spec(name, path)
+        try:
+            found = finder.find_spec(name, path)
+        except KeyError:
+            # A folder without __init__.py in a package that is not imported, in which Python looks for its parent.
+            found = finder.find_spec(name.rpartition(".")[2], path)
         if found is not None:
             return found
     return None

@@ -77,3 +77,17 @@ def test_another_interpreter_may_have_other_modules(tmp_path: Path) -> None:
     assert module("no_such", tmp_path, here=False) is None
     told = module("no_such.py", tmp_path, here=False)
     assert told == "'no_such.py' is a file and no module; write -m no_such, or leave out -m"
+
+
+def test_modules_below_folders_without_init_are_found(tmp_path: Path) -> None:
+    (tmp_path / "one" / "two").mkdir(parents=True)
+    (tmp_path / "one" / "two" / "train.py").write_text("class Actor: ...\ndef main(): ...\n")
+    assert module("one.two.train", tmp_path) is None
+    assert missing_entry(Entry("workload", "one.two.train:Actor"), str(tmp_path), []) is None
+    assert module("one.two.trian", tmp_path) == (
+        "there is no module 'one.two.trian'; did you mean 'one.two.train'?"
+    )
+    assert (
+        module("one.two", tmp_path)
+        == "package 'one.two' has no __main__.py; name a module in it: -m one.two.…"
+    )
