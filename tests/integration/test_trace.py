@@ -44,6 +44,7 @@ def test_each_call_is_there_once_and_joined_to_its_runs(
     """
     1. A trainer calls two workers ten times, with spans.
     2. The trace of the job that is over has ten calls and twenty runs, joined by twenty flows.
+    3. It has the starts of all processes, and the rendezvous of the two.
     """
     script(ADDERS, "adders.py")
     job = script(ADDING, "job.yaml")
@@ -55,7 +56,7 @@ def test_each_call_is_there_once_and_joined_to_its_runs(
     rows = json.loads(out.read_text())["traceEvents"]
     named = Counter((row.get("cat"), row["name"]) for row in rows if row["ph"] == "X")
     assert (named["call", "adder.add"], named["run", "add"]) == (10, 20)
-    assert named["life", "start of the process"] == 3
+    assert (named["life", "start of the process"], named["life", "rendezvous"]) == (3, 2)
     assert (
         sum(
             count

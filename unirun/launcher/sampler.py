@@ -21,7 +21,6 @@ from typing import Any
 
 from unirun import atomic
 from unirun.errors import UnirunError
-from unirun.observe.spans import TRACE, TRACED_COLLECTIVES, Spans, spans
 from unirun.wire.blocking import open_link, out_of_the_way
 from unirun.wire.progress import ALLOWED, BEAT, COLLECTIVES, EVIDENCE, FOR_EVER, LAST, TEXT_LIMIT, Page, page
 from unirun.wire.reporting import report, report_error
@@ -41,9 +40,6 @@ STRIDES = (1, 7, 31, 127)
 
 MOST_TIMES = 64
 """Times of a window that are told, at most."""
-
-TRACE_INTERVAL = 0.5
-"""Seconds between two looks for the trace. torch's recorder keeps the latest 2000 collectives."""
 
 LONGEST = 16
 """Number of waits in a page, and of characters of their names, at most."""
@@ -67,14 +63,7 @@ def answer_for_stacks() -> None:
 
 
 def watch_myself(environ: Mapping[str, str]) -> None:
-    """Begin to count collectives if the role has a time-out, and to write them if the job's trace has them."""
-    if spans().on:
-        # Imported here: only a trace needs it.
-        import psutil
-
-        spans().write("life", "start of the process", int(psutil.Process().create_time() * 1e9))
-    if environ.get(TRACE) == TRACED_COLLECTIVES and spans().on:
-        CollectiveTrace(spans()).start()
+    """Begin to count collectives if the role has a time-out."""
     if HANG_TIMEOUT in environ:
         folder = Path(environ["TORCHELASTIC_ERROR_FILE"]).parent
         Sampler(page(), float(environ[HANG_TIMEOUT]), folder).start()
@@ -154,64 +143,20 @@ class Sampler:
                 open_link(os.environ).send(Arrivals(group, ranks, window, times))
 
 
-class CollectiveTrace:
-    """A thread that writes the collectives of this process to its spans once they are over. The flight recorder has the
-    time of their end on GPUs alone; elsewhere they have no length."""
-
-    def __init__(self, to: Spans) -> None:
-        self._spans = to
-        self._written: frozenset[int] = frozenset()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="unirun-collectives", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread. It looks for the last time before the interpreter ends."""
-        self._thread.start()
-        atexit.register(self.stop)
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._over.set()
-        self._thread.join(1.0)
-
-    def _run(self) -> None:
-        try:
-            while not self._over.wait(TRACE_INTERVAL):
-                self.look()
-            self.look()
-        except Exception as error:  # noqa: BLE001 - of torch's internals: the trace goes on without collectives
-            report("unirun: collectives of this worker are not traced any more")
-            report_error(error)
-
-    def look(self) -> None:
-        """Write those that are over since the last look."""
-        entries = recorded().get("entries", ())
-        over = {
-            each["record_id"]: each for each in entries if each["retired"] or each["state"] == "completed"
-        }
-        for number in sorted(over.keys() - self._written):
-            entry = over[number]
-            began = entry["time_discovered_started_ns"] or entry["time_created_ns"]
-            ended = max(entry["time_discovered_completed_ns"], began)
-            name = f"{_operation(entry)} {entry['collective_seq_id']} of {_group(entry)} {_shapes(entry)}"
-            self._spans.write("collective", name.rstrip(), began, ended=ended)
-        # What the recorder has dropped does not come back.
-        self._written = frozenset(over)
-
-
-def _operation(entry: Mapping[str, Any]) -> str:
-    """``all_reduce`` for ``gloo:all_reduce``"""
+def operation(entry: Mapping[str, Any]) -> str:
+    """The operation of an entry: ``all_reduce`` for ``gloo:all_reduce``."""
     name: str = entry["profiling_name"]
     return name.partition(":")[2] or name
 
 
-def _group(entry: Mapping[str, Any]) -> str:
+def group_of(entry: Mapping[str, Any]) -> str:
+    """The process group of an entry, in words."""
     name, described = entry["process_group"]
     return described if described not in ("", "undefined") else f"group {name}"
 
 
-def _shapes(entry: Mapping[str, Any]) -> str:
-    """``[4, 2] Float``"""
+def shapes_of(entry: Mapping[str, Any]) -> str:
+    """The shapes and types of the tensors of an entry: ``[4, 2] Float``."""
     pairs = zip(entry.get("input_sizes", ()), entry.get("input_dtypes", ()), strict=False)
     return ", ".join(f"{size} {kind}" for size, kind in pairs)
 
@@ -267,7 +212,7 @@ def waits_in(record: Mapping[str, Any], ranks: Mapping[str, str]) -> list[Wait]:
         if entry["retired"] or entry["state"] == "completed" or entry["is_p2p"]:
             continue
         name = entry["process_group"][0]
-        about = _group(entry), entry["collective_seq_id"], _operation(entry)
+        about = group_of(entry), entry["collective_seq_id"], operation(entry)
         wait = Wait(*about, ranks.get(name, UNKNOWN_RANKS))
         found.setdefault(name, wait)
     return list(found.values())
@@ -280,7 +225,7 @@ def shapes_in(record: Mapping[str, Any]) -> dict[tuple[str, int], str]:
     for entry in record.get("entries", ()):
         if entry["retired"] or entry["state"] == "completed" or entry["is_p2p"]:
             continue
-        found[_operation(entry), entry["collective_seq_id"]] = _shapes(entry)
+        found[operation(entry), entry["collective_seq_id"]] = shapes_of(entry)
     return found
 
 

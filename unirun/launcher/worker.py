@@ -30,6 +30,7 @@ from unirun.errors import UnirunError, UsageError
 from unirun.launcher.process import set_command_line, set_title
 from unirun.launcher.requests import await_requests
 from unirun.launcher.sampler import answer_for_stacks, watch_myself
+from unirun.launcher.tracing import trace_myself
 from unirun.wire.blocking import BlockingStream, open_link
 from unirun.wire.reporting import folded, noted, report, report_error
 from unirun.wire.reports import WorkerError
@@ -134,6 +135,7 @@ def run(kind: str, target: str, args: tuple[str, ...]) -> None:
     atexit.register(wait_for_threads)
     answer_for_stacks()
     watch_myself(os.environ)
+    trace_myself(os.environ)
     await_requests(os.environ)
     owner = os.getpid()
     title = f"{os.environ['UNIRUN_ROLE']}:{os.environ['UNIRUN_RANK']}"

@@ -40,6 +40,10 @@ SpanKind = Literal["call", "run", "life", "collective"]
 """A call as its caller sees it, as its worker runs it; a collective; and any other span of a worker."""
 
 
+Look = Callable[[bool], None]
+"""Looks for what has happened, and writes its spans; True is the last look of this process."""
+
+
 class TraceSpan(Value):
     """One span. A call has an id, `caller` and `seq`, in both processes; `workers` are those to which it was sent."""
 
@@ -56,7 +60,8 @@ class TraceSpan(Value):
 class Spans:
     """Writes the spans of this process, if its job is traced. Any thread may do so.
 
-    A span is kept in memory, which is all that a call waits for. A thread writes those that there are.
+    A span is kept in memory, which is all that a call waits for. A thread writes those that there are. It is the only
+    thread of a trace: what has to be looked for is looked for by it (`also`).
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -69,6 +74,7 @@ class Spans:
                 self._handle = os.open(Path(path).parent / SPANS, flags, 0o600)
         self.on = self._handle >= 0
         self._kept: list[Callable[[], TraceSpan]] = []
+        self._looks: list[Look] = []
         self._writing, self._over = threading.Lock(), threading.Event()
         self._process = os.getpid()
         if self.on:
@@ -84,11 +90,15 @@ class Spans:
         """Write the span that `make` returns, which the thread calls. For spans that are on, and many."""
         self._kept.append(make)
 
+    def also(self, look: Look) -> None:
+        """Let the thread call `look` before it writes. One that raises is reported, and not called again."""
+        self._looks.append(look)
+
     def close(self) -> None:
         """Write what is kept; the thread ends. In a fork, which has no thread, the spans are those of its parent."""
         if os.getpid() == self._process:
             self._over.set()
-            self._flush()
+            self._flush(last=True)
 
     def _run(self) -> None:
         try:
@@ -100,8 +110,10 @@ class Spans:
             report("unirun: this worker is not traced any more")
             report_error(error)
 
-    def _flush(self) -> None:
+    def _flush(self, *, last: bool = False) -> None:
         with self._writing:
+            for look in self._looks[:]:
+                self._take_look(look, last)
             # Other threads append meanwhile.
             kept = self._kept[:]
             del self._kept[: len(kept)]
@@ -109,6 +121,14 @@ class Spans:
             with contextlib.suppress(OSError):
                 while lines:
                     lines = lines[os.write(self._handle, lines) :]
+
+    def _take_look(self, look: Look, last: bool) -> None:
+        try:
+            look(last)
+        except Exception as error:  # noqa: BLE001 - the trace goes on without what it would have found
+            self._looks.remove(look)
+            report("unirun: some of this worker is not traced any more")
+            report_error(error)
 
 
 _spans: tuple[int, Spans] | None = None

@@ -22,7 +22,6 @@ from unirun.launcher.events import AgentState, FromSpawner, Hung, Phase, ToMaste
 from unirun.launcher.hangs import ProgressWatch, innermost, progress_of, steps_again
 from unirun.launcher.sampler import Sampler, arrivals_in, as_text, members, waits_in
 from unirun.observe.jobdir import JobDir
-from unirun.observe.spans import SPANS, TRACE, TRACED_COLLECTIVES, Spans, TraceSpan, read_spans
 from unirun.values import WorkerId
 from unirun.wire.messages import EndHung, FollowSteps, StopWorkers
 from unirun.wire.progress import EVIDENCE, LAST, PAGE_BYTES, PAGE_NAME, TEXT_LIMIT, Page, Snapshot, read_page
@@ -44,25 +43,6 @@ def entry(
         "state": "scheduled",
         **about,
     }
-
-
-def test_a_collective_is_traced_once_when_it_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    times = {"time_created_ns": 10, "time_discovered_started_ns": 0, "time_discovered_completed_ns": 0}
-    known: Any = {"input_sizes": [[4, 2]], "input_dtypes": ["Float"], **times}
-    on_a_gpu: Any = {**known, "time_discovered_started_ns": 12, "time_discovered_completed_ns": 20}
-    entries = [entry(4, retired=True, record_id=0, **known), entry(5, record_id=1, **on_a_gpu)]
-    monkeypatch.setattr(sampler, "recorded", lambda: {"entries": entries})
-    own = Spans({TRACE: TRACED_COLLECTIVES, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")})
-    tracer = sampler.CollectiveTrace(own)
-    tracer.look()
-    entries[1]["state"] = "completed"
-    tracer.look()
-    tracer.look()
-    own.close()
-    assert [*read_spans(tmp_path / SPANS)] == [
-        TraceSpan("collective", "all_reduce 4 of default_pg [4, 2] Float", 10, 10),
-        TraceSpan("collective", "all_reduce 5 of default_pg [4, 2] Float", 12, 20),
-    ]
 
 
 class TestWaits:

@@ -146,6 +146,28 @@ class TestSpans:
         writer.close()
         os.close(writer._handle)
 
+    def test_its_thread_looks_for_spans_too_and_goes_on_without_a_look_that_fails(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        writer = Spans({"UNIRUN_TRACE": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")})
+        threads = threading.active_count()
+
+        def fails(last: bool) -> None:
+            raise RuntimeError("no recorder")
+
+        def finds(last: bool) -> None:
+            writer.write("collective", "last" if last else "all_reduce", 5)
+
+        writer.also(fails)
+        writer.also(finds)
+        eventually(lambda: len([*read_spans(tmp_path / SPANS)]) >= 2)
+        assert threading.active_count() == threads
+        writer.close()
+        names = [each.name for each in read_spans(tmp_path / SPANS)]
+        assert (names[-1], set(names)) == ("last", {"all_reduce", "last"})
+        assert capfd.readouterr().err.count("some of this worker is not traced any more") == 1
+        os.close(writer._handle)
+
     def test_without_the_variable_nothing_is_written_and_it_costs_next_to_nothing(
         self, tmp_path: Path
     ) -> None:
