@@ -10,6 +10,8 @@ from datetime import datetime
 import pytest
 
 from tests.unit.cli.in_process import run_cli
+from tests.unit.observe.ending_job import ending
+from unirun.cli import events
 from unirun.cli.events import moment
 from unirun.errors import UsageError
 from unirun.observe.events import EventLog
@@ -123,3 +125,22 @@ def test_a_job_without_events_prints_nothing(capsys: pytest.CaptureFixture[str])
     os.close(lock)
     assert run_cli("events", found.run_id) == 0
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("moment", range(5))
+def test_all_is_printed_of_a_job_that_ends_while_its_events_are_followed(
+    moment: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, lock = create_job("job-4", new_token())
+    log = EventLog(job.events, 1)
+    write_status(job, JobStatus("job-4", "job", "running", "", 1.0, None, None, ()))
+
+    def end() -> None:
+        log.write("end", "the job is over")
+        log.close()
+        write_status(job, JobStatus("job-4", "job", "succeeded", "", 1.0, 2.0, 0, ()))
+        os.close(lock)
+
+    monkeypatch.setattr(events, "find_here", lambda *_: ending(job, moment, end))
+    assert run_cli("events", job.run_id, "-f") == 0
+    assert capsys.readouterr().out.endswith("end: the job is over\n")

@@ -285,6 +285,39 @@ def test_as_many_ranks_as_there_is_room_for_are_the_jobs() -> None:
     assert caught.value.role == "rollout"
 
 
+@given(
+    st.integers(1, 3),
+    st.integers(0, 8),
+    st.integers(0, 2),
+    st.lists(st.integers(0, 3), max_size=4),
+)
+def test_a_role_that_is_placed_again_and_again_may_become_as_large_as_it_was_to_be(
+    least: int, more: int, fixed: int, lost: list[int]
+) -> None:
+    """Nodes are lost one after the other; the spec of each placement is that of the one before."""
+    inventory = hosts("nodes=4,devices=2")
+    spec = job(role("rollout", least + more, least=least), *ranks(critic=fixed)[: bool(fixed)])
+    wanted = {each.name: each.count for each in spec.roles}
+    try:
+        spec, placement = place(spec, inventory)
+        for count in range(len(lost) + 1):
+            rollout = spec.role("rollout")
+            assert rollout.most == wanted["rollout"]
+            assert least <= rollout.count <= rollout.most
+            assert all(each.most is None for each in spec.roles if each is not rollout)
+            for each in spec.roles:
+                assert each.count == len(placement.of_role(each.name))
+            left = 2 * (4 - len(set(lost[:count])))
+            assert rollout.count == min(wanted["rollout"], left - fixed) or count, (
+                "all that there is room for"
+            )
+            gone = [f"node{number}" for number in lost[: count + 1]]
+            spec, placement = place_again(spec, inventory, placement, gone)
+    except PlacementError as error:
+        left = 2 * (4 - len(set(lost)))
+        assert left < least + fixed, error
+
+
 def test_ranks_on_processors_are_bound_to_their_own() -> None:
     _, placement = place(job(role("actor", 2, device="cpu", slots=2.0)), hosts("cpus=4"))
     assert [a.cpus for a in placement.assignments] == [(0, 1), (2, 3)]

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.waiting import eventually
 from unirun.observe.events import LoggedEvent
@@ -94,6 +96,32 @@ class TestClocks:
 
     def test_without_an_end_it_is_not_known_how_wrong_it_is(self) -> None:
         assert offsets(EVENTS[:-1], spans(), NODES)["n1"] == Offset(0.0, None)
+
+
+RANKS = st.sampled_from(["actor:0", "actor:1"])
+
+
+@given(st.lists(st.tuples(RANKS, st.sampled_from(["order", "exit", "ready"])), max_size=12))
+def test_each_process_of_a_rank_has_one_life_that_ends_with_its_exit(steps: list[tuple[str, str]]) -> None:
+    nodes = {"actor:0": "n0", "actor:1": "n1"}
+    lives: list[tuple[str, float, float]] = []
+    since: dict[str, float] = {}
+    found: list[LoggedEvent] = []
+    for number, (who, kind) in enumerate(steps):
+        text = f"n0 starts {who}" if kind == "order" else kind
+        found.append(event(number, float(number), kind, text, who))
+        if kind == "order":
+            since[who] = float(number)
+        elif kind == "exit" and who in since:
+            lives.append((who, since.pop(who), float(number)))
+    lives += [(who, begin, len(steps) - 1.0) for who, begin in since.items()]
+    numbers = {MASTER + 1 + index: who for index, who in enumerate(nodes)}
+    shown = [
+        (numbers[row["pid"]], row["ts"] / 1e6, (row["ts"] + row["dur"]) / 1e6)
+        for row in trace_events(found, [], {}, nodes)
+        if row.get("cat") == "life"
+    ]
+    assert sorted(shown) == sorted(lives)
 
 
 class TestSpans:

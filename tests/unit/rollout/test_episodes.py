@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.rollout.fake_completer import made
 from unirun.rollout.completing import Completion
-from unirun.rollout.episodes import NOT_MADE, Trajectory, Turn, oldest, trajectories
+from unirun.rollout.episodes import NOT_MADE, Trajectory, Turn, oldest, recorded, trajectories
 
 
 def test_one_turn_is_a_prompt_that_is_not_trained_on_and_an_answer_that_is() -> None:
@@ -62,3 +63,35 @@ def test_each_token_that_was_made_is_trained_on_once_and_no_other(
     assert sorted(trained) == sorted(v for turn in turns for v in turn.completion.versions)
     for each in found:
         assert len(each.token_ids) == len(each.trained) == len(each.logprobs) == len(each.versions)
+
+
+ROUNDS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=6)
+"""How many tokens the environment has said, and the model; whether the model was asked something else between."""
+
+
+@given(ROUNDS, st.integers(0, 2), st.randoms(use_true_random=False))
+def test_a_sequence_that_an_agent_has_put_together_has_what_its_turns_have_recorded(
+    rounds: Sequence[tuple[int, int, bool]], end: int, random: Random
+) -> None:
+    turns: list[Turn] = []
+    tokens: list[int] = []
+    expected: list[tuple[float, int]] = []
+    for version, (said, answered, aside) in enumerate(rounds):
+        if aside:
+            turns.append(Turn((-1,), made(-2, version=version)))
+        tokens += range(len(tokens), len(tokens) + said)
+        logprobs = tuple(-float(version + n) for n in range(1, answered + 1))
+        answer = tuple(range(len(tokens), len(tokens) + answered))
+        turns.append(Turn((*tokens,), Completion(answer, logprobs, (version,) * answered, "stop")))
+        tokens += answer
+        expected += [(0.0, NOT_MADE)] * said + [(each, version) for each in logprobs]
+    tokens += range(len(tokens), len(tokens) + end)
+    expected += [(0.0, NOT_MADE)] * end
+    masked = [random.random() < 0.3 for _ in tokens] if random.random() < 0.7 else None
+    found = recorded(tokens, turns, 0.5, masked)
+    assert (found.token_ids, found.reward) == (tuple(tokens), 0.5)
+    assert [*zip(found.logprobs, found.versions, strict=True)] == expected
+    hidden = masked or [False] * len(tokens)
+    assert found.trained == tuple(
+        version != NOT_MADE and not mask for (_, version), mask in zip(expected, hidden, strict=True)
+    )
