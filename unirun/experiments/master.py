@@ -209,7 +209,6 @@ class MasterWorkerProcess(BaseTrainer):
             )
         self._samples, self._steps = samples, samples // n_seqs
         spec = FinetuneSpec(self._control.total_train_epochs, samples, n_seqs)
-        unreadable: list[int] = []
         restore = group.restore.options(idempotent=True, retries=0)
         while True:
             self._attempt += 1
@@ -219,7 +218,6 @@ class MasterWorkerProcess(BaseTrainer):
             except CheckpointDamaged as error:
                 assert info is not None
                 report(f"unirun: {error}")
-                unreadable.append(info.step)
                 info = self._last(before=info.step)
                 report("unirun: an earlier checkpoint is used")
                 continue
@@ -227,8 +225,6 @@ class MasterWorkerProcess(BaseTrainer):
             if self._generation_now() == self._generation:
                 break
         # Only now: if no checkpoint can be read, all of them stay as they are.
-        for step in unreadable:
-            self._recovery.discard(step)
         self._drop_what_is_made_again(info)
         if info is None:
             info = RecoverInfo(versions={name: v for each in found for name, v in each.items()})

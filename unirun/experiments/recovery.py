@@ -190,7 +190,7 @@ class Recovery:
     def commit(self, info: RecoverInfo) -> None:
         """Make the checkpoint valid, after all ranks have written their parts. Remove older checkpoints."""
         atomic.replace(self.path(info.step) / FILE, msgspec.json.encode(info), lasting=True)
-        kept = [step for step in self.steps() if step <= info.step][-KEPT:]
+        kept = self.steps()[-KEPT:]
         # What was begun before and never finished goes, too.
         for step in self._numbers():
             if step < info.step and step not in kept:
@@ -297,7 +297,11 @@ class Recovery:
                 path.rename(folder / path.name)
 
     def drop_after(self, step: int) -> None:
-        """Drop the lines and the saved models of steps after `step`: the trial goes on there and makes them again."""
+        """Drop the lines and the saved models of steps after `step`: the trial goes on there and makes them again. Its
+        checkpoints after that step, which cannot be read, count no more, so that they take the place of no other."""
+        for later in self.steps():
+            if later > step:
+                self.discard(later)
         for path in self._top.glob(f"{CHECKPOINTS}/*/{SAVED}*"):
             if _number(path.name) > step:
                 shutil.rmtree(path)

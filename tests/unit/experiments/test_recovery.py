@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
+from tests.effort import examples
 from unirun.errors import CheckpointDamaged, UsageError
 from unirun.experiments.config import (
     AgentAbstraction,
@@ -26,6 +29,7 @@ from unirun.experiments.graph import MicroBatchSpec, topology
 from unirun.experiments.recovery import (
     DATA,
     FILE,
+    KEPT,
     RecoverInfo,
     Recovery,
     Settings,
@@ -65,6 +69,59 @@ def write(recovery: Recovery, *steps: int) -> None:
 
 def damage(recovery: Recovery, step: int, data: bytes = b"{") -> None:
     (recovery.path(step) / FILE).write_bytes(data)
+
+
+class Checkpoints(RuleBasedStateMachine):
+    """A trial that is killed, whose checkpoints are damaged, and which goes on from what is left, again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.recovery = Recovery(Path(self.folder.name))
+        self.step = 0
+        self.kept: dict[int, bool] = {}
+        """The last checkpoints of the steps until now, and whether each is whole."""
+
+    @rule(count=st.integers(1, 3))
+    def goes_on(self, count: int) -> None:
+        self.step += count
+        write(self.recovery, self.step)
+        self.kept = dict([*self.kept.items(), (self.step, True)][-KEPT:])
+        here = {int(path.name) for path in self.recovery.path(0).parent.iterdir()}
+        assert {step for step in here if step <= self.step} == {*self.kept}
+
+    @rule()
+    def is_killed_in_a_save(self) -> None:
+        self.recovery.prepare(self.step + 1, MODELS)
+
+    @rule(back=st.integers(0, KEPT - 1))
+    def is_damaged(self, back: int) -> None:
+        if back < len(self.kept):
+            step = [*self.kept][-1 - back]
+            damage(self.recovery, step)
+            self.kept[step] = False
+
+    @rule()
+    def starts_again(self) -> None:
+        whole = [step for step, good in self.kept.items() if good]
+        if self.kept and not whole:
+            with pytest.raises(CheckpointDamaged):
+                self.recovery.latest()
+            self.recovery.clear()
+            self.kept, self.step = {}, 0
+            return
+        found = self.recovery.latest()
+        assert (found and found.step) == (max(whole) if whole else None)
+        self.step = found.step if found is not None else 0
+        self.recovery.drop_after(self.step)
+        self.kept = {step: good for step, good in self.kept.items() if step <= self.step}
+
+    def teardown(self) -> None:
+        self.folder.cleanup()
+
+
+TestCheckpoints = Checkpoints.TestCase
+TestCheckpoints.settings = examples(30, shrunk=False)
 
 
 class TestWhenOneCounts:
