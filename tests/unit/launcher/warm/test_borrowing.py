@@ -14,12 +14,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from msgspec import to_builtins
 from msgspec.structs import replace
 
 from tests.waiting import WAIT_TIMEOUT
+from unirun import atomic
 from unirun.errors import JobError
 from unirun.launcher.orders import spawner_request
 from unirun.launcher.warm import borrowing
@@ -151,6 +154,34 @@ class TestThoseThatRun:
         (root / ".draft").mkdir()
         assert (running(), some_start()) == ([], False)
         assert (root / ".draft").exists()
+
+    def test_others_that_look_at_any_moment_of_a_start_remove_nothing(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They look before each line of it."""
+        looks = 0
+
+        def look(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal looks
+            if frame.f_code.co_filename not in (borrowing.__file__, atomic.__file__):
+                return None
+            looks += 1
+            assert running() == []
+            return look
+
+        def fork() -> int:
+            assert some_start()
+            return -1
+
+        monkeypatch.setattr(borrowing.os, "fork", fork)
+        monkeypatch.setattr(borrowing.os, "waitpid", lambda pid, options: (pid, 0))
+        before = sys.gettrace()
+        sys.settrace(look)
+        try:
+            borrowing.start({}, (), 1.0)
+        finally:
+            sys.settrace(before)
+        assert looks > 10
 
     def test_a_warm_process_with_an_unknown_description_is_not_listed(
         self, lives: Callable[..., Path]
