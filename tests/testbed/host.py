@@ -125,6 +125,11 @@ class Host:
             raise RuntimeError(f"{self.name}: {command}: exit code {process.returncode}: {err}{out}")
         return subprocess.CompletedProcess(list(map(str, argv)), process.returncode, out, err)
 
+    @property
+    def holder(self) -> int:
+        """The process that holds its namespaces."""
+        return self._holder.pid
+
     def path(self, inside: Path | str) -> Path:
         """The path by which a test sees the file `inside` of this host."""
         return Path(f"/proc/{self._holder.pid}/root") / str(inside).lstrip("/")

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 from tests.testbed.host import Host
 from tests.testbed.hosts import Hosts
+from tests.testbed.warm import WarmHosts, is_warm
 from tests.waiting import eventually
 
-from ..harness import EXEC, START_TIMEOUT, Running, Unirun
+from ..harness import EXEC, START_TIMEOUT, Running, Unirun, processes_of
 
 IMPORT = 0.5
 """Seconds that the import of torch takes at least."""
@@ -48,9 +49,13 @@ class Start(NamedTuple):
 class UnirunOnHosts(Unirun):
     """The command, on this machine, for jobs on `hosts`."""
 
-    def __init__(self, root: Path, hosts: Hosts) -> None:
+    def __init__(self, root: Path, hosts: Hosts, warm: WarmHosts | None = None) -> None:
+        """Agents borrow their spawners from `warm`, or import torch."""
         super().__init__(root)
         self.hosts = hosts
+        self.warm = warm
+        if warm is not None:
+            warm.warm(hosts, self.root / "run")
         self.work = root / "work"
         """The working directory, which this machine and each host have for themselves."""
 
@@ -58,6 +63,11 @@ class UnirunOnHosts(Unirun):
         """The environment of a user of the hosts, with this home."""
         own = {"UNIRUN_HOME": str(self.home), "UNIRUN_RUN_DIR": str(self.root / "run")}
         return self.hosts.environment({**own, **(extra or {})})
+
+    def processes(self) -> dict[int, str]:
+        """Forks of the warm processes are added, as they show the environment of those."""
+        forks = processes_of(self.warm.home) if self.warm is not None else {}
+        return super().processes() | {pid: title for pid, title in forks.items() if not is_warm(pid)}
 
     def over_ssh(
         self, script: str, *args: object, actor: str = "count: 4", spares: int = 0, **start: Any
@@ -81,7 +91,9 @@ class UnirunOnHosts(Unirun):
 
     def warmed_up(self) -> None:
         """Wait until every node has imported torch for rendezvous stores, without which no role starts again; workers
-        do not wait for it."""
+        do not wait for it. Warm processes have done so before."""
+        if self.warm is not None:
+            return
 
         def all_ready() -> bool:
             said = [
@@ -117,8 +129,8 @@ class UnirunOnHosts(Unirun):
         return self.home / "nodes" / node / "mine"
 
     def others(self, node: str) -> list[str]:
-        """The command lines of all processes of a host but sshd."""
-        lines = [command_line(pid) for pid in self.host(node).pids()]
+        """The command lines of all processes of a host but sshd and a warm process."""
+        lines = [command_line(pid) for pid in self.host(node).pids() if not is_warm(pid)]
         return [line for line in lines if line and "sshd" not in line]
 
     def pid_on(self, node: str, title: str) -> int:

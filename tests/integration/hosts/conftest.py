@@ -9,15 +9,25 @@ from pathlib import Path
 import pytest
 
 from tests.testbed.hosts import Hosts
+from tests.testbed.warm import WarmHosts
 
 from ..harness import swept
 from .cluster import UnirunOnHosts
 
 
+@pytest.fixture(scope="session")
+def warm_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmHosts]:
+    """Warm processes of hosts, so that not every agent imports torch."""
+    with WarmHosts(tmp_path_factory.mktemp("warm-hosts")) as processes:
+        yield processes
+
+
 @pytest.fixture
 def cluster(hosts: Hosts, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[UnirunOnHosts]:
-    """The command on this machine, which has the hosts in its ssh configuration."""
-    over_ssh = UnirunOnHosts(tmp_path, hosts)
+    """The command on this machine, which has the hosts in its ssh configuration. Agents start warm, but for tests that
+    are marked ``cold``."""
+    cold = request.node.get_closest_marker("cold") is not None
+    over_ssh = UnirunOnHosts(tmp_path, hosts, None if cold else request.getfixturevalue("warm_hosts"))
     if (marker := request.node.get_closest_marker("breaks")) is not None:
         over_ssh.breaks = marker.args[0]
     with swept(over_ssh) as command:

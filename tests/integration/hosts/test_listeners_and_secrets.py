@@ -55,6 +55,7 @@ def listeners(host: Host) -> list[tuple[str, Listener]]:
     return [(who, each) for who, each in named if who not in ("sshd", "etcd")]
 
 
+@pytest.mark.cold  # a warm process listens, too
 def test_a_job_listens_where_others_of_it_connect_and_its_token_is_nowhere_to_be_seen(
     cluster: UnirunOnHosts,
 ) -> None:

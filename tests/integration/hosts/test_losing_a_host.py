@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.effort import CHAOS
+from tests.testbed.warm import is_warm
 from tests.waiting import WAIT_TIMEOUT, eventually
 
 from ..harness import Result, Running
@@ -126,7 +127,9 @@ def test_a_host_that_hangs_is_noticed_and_when_it_goes_on_its_workers_and_its_ag
 def agents_and_workers(cluster: UnirunOnHosts, node: str) -> list[str]:
     """The titles of the job's processes on a host, without those that only send its files."""
     return [
-        title for pid in cluster.host(node).pids() if (title := title_of(pid)).startswith(("unirun", "actor"))
+        title
+        for pid in cluster.host(node).pids()
+        if (title := title_of(pid)).startswith(("unirun", "actor")) and not is_warm(pid)
     ]
 
 

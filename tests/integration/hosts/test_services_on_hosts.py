@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.effort import variants
+from tests.testbed.warm import is_warm
 from tests.waiting import eventually
 
 from ..harness import START_TIMEOUT, Result, Running, gone
@@ -106,7 +107,7 @@ class Services:
 
     def no_torch(self) -> None:
         """No process of the job has loaded torch."""
-        for pid in (pid for host in self.cluster.hosts for pid in host.pids()):
+        for pid in (pid for host in self.cluster.hosts for pid in host.pids() if not is_warm(pid)):
             with suppress(OSError):
                 assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text(), command_line(pid)
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import unirun
 from tests.testbed.fixtures import available
 from tests.testbed.hosts import REPOSITORY, Hosts
+from tests.testbed.warm import WarmHosts, is_warm
 from tests.waiting import eventually
 from unirun import train
 from unirun.train import Trainer, TrainingCallback
@@ -29,10 +30,14 @@ Results = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UnirunOnHosts]:
+def cluster(tmp_path_factory: pytest.TempPathFactory, warm_hosts: WarmHosts) -> Iterator[UnirunOnHosts]:
     """The command on this machine. Drivers run here, too, as users of the hosts."""
     root, shared = tmp_path_factory.mktemp("cluster"), tmp_path_factory.mktemp("shared")
-    with available(), Hosts(3, shared=[shared]) as hosts, swept(UnirunOnHosts(root, hosts)) as command:
+    with (
+        available(),
+        Hosts(3, shared=[shared]) as hosts,
+        swept(UnirunOnHosts(root, hosts, warm_hosts)) as command,
+    ):
         with pytest.MonkeyPatch.context() as patch:
             for name, value in command.environment({"SHARED": str(shared)}).items():
                 patch.setenv(name, value)
@@ -43,8 +48,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UnirunOnHosts]
 
 
 def left_on(hosts: Hosts) -> list[str]:
-    """The processes that run on the hosts, but for the test bed: sshd, and what holds the namespaces."""
-    found = [title_of(pid) for host in hosts for pid in host.pids()]
+    """The processes that run on the hosts, but for the test bed: sshd, a warm process, and what holds the namespaces."""
+    found = [title_of(pid) for host in hosts for pid in host.pids() if not is_warm(pid)]
     return [title for title in found if title not in ("sshd", "sleep", "")]
 
 

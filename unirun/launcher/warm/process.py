@@ -276,11 +276,10 @@ def leave_code() -> None:
             _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONTNEED)
 
 
-def main(argv: list[str]) -> None:
-    """Import, write the description, serve; in a fork, lend it to a job."""
+def prepare(names: list[str], idle: float) -> tuple[Description, LoadedFiles, PreloadedModules]:
+    """Import the modules `names`, and describe this process."""
     began = time.time()
     modules = PreloadedModules()
-    folder, idle, until = Path(argv[0]), float(argv[1]), int(argv[2])
     set_title("unirun-warm")
     ignore_signals(signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     spare_descriptors()
@@ -289,7 +288,7 @@ def main(argv: list[str]) -> None:
     env.__class__ = _Noting
     # These have run before their reads of variables could be recorded.
     every = "sitecustomize" in sys.modules or "usercustomize" in sys.modules
-    for name in argv[4:]:
+    for name in names:
         try:
             modules.load(name)
         except ModuleNotFoundError as error:
@@ -298,16 +297,16 @@ def main(argv: list[str]) -> None:
     env.__class__ = os._Environ
     if modules.threads:
         raise SystemExit(f"unirun: {', '.join(modules.threads)} starts threads, which a fork would lack")
-    names = None if every else tuple(sorted(_Noting.names))
+    read = None if every else tuple(sorted(_Noting.names))
     description = Description(
         pid=os.getpid(),
         began=began,
         idle=idle,
-        modules=tuple(argv[4:]),
+        modules=tuple(names),
         path=folders_of(before.get(searchpath.VARIABLE), os.getcwd()),
         imported=imported(),
-        names=names,
-        variables=variables_that_count(before, names),
+        names=read,
+        variables=variables_that_count(before, read),
         state=state_of(),
     )
     os.chdir("/")
@@ -319,8 +318,20 @@ def main(argv: list[str]) -> None:
         del sys.modules[name]
     modules.freeze()
     leave_code()
-    warm = WarmProcess(folder, idle, until, files)
+    return description, files, modules
+
+
+def serve(
+    folder: Path, until: int, description: Description, files: LoadedFiles, modules: PreloadedModules
+) -> None:
+    """Write the description into `folder`, and lend forks to jobs. Returns only in a worker, at its end."""
+    warm = WarmProcess(folder, description.idle, until, files)
     atomic.replace(folder / DESCRIPTION, json.dumps(to_builtins(description)))
     connection = warm.serve()
     del warm
     lend(connection, description, files, modules)
+
+
+def main(argv: list[str]) -> None:
+    """Import, write the description, serve; in a fork, lend it to a job."""
+    serve(Path(argv[0]), int(argv[2]), *prepare(argv[4:], float(argv[1])))
