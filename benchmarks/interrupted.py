@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -94,13 +94,17 @@ def _await(url: str) -> None:
     raise BenchmarkError(f"{url} does not answer")
 
 
-def update_seconds(urls: Sequence[str]) -> float:
-    """Seconds from the pause until all servers generate with a new version, less those of one prefill of what is open:
-    the median of some rounds.
+class Update(NamedTuple):
+    """Seconds from the pause until all servers go on with a new version (`paused`), and then those of the prefill of
+    what is open (`prefill`); and of a prefill without new weights before it (`before`)."""
 
-    A prefill is the difference of pauses without new weights: with keys and values that are computed anew, and with
-    those that are there. Sequences grow meanwhile, so there is one such pause before the update and one after it.
-    """
+    paused: float
+    prefill: float
+    before: float
+
+
+def update_of(urls: Sequence[str]) -> Update:
+    """New weights for all servers while `OPEN` requests run: the medians of some rounds."""
     blocks = Blocks()
     weights = _weights()
     packing, block = file_for(
@@ -123,44 +127,44 @@ def update_seconds(urls: Sequence[str]) -> float:
             time.sleep(GROWN)
             found = []
             for _ in range(ROUNDS):
-                kept = _paused(clients, None, clear_cache=False)
-                before = _paused(clients, None, clear_cache=True)
-                updated = _paused(clients, load, clear_cache=True)
-                after = _paused(clients, None, clear_cache=True)
-                found.append(updated - max((before + after) / 2 - kept, 0.0))
+                _, before = _paused(clients, None)
+                paused, prefill = _paused(clients, load)
+                found.append(Update(paused, prefill, before))
             if any(each.done() for each in asked):
                 raise BenchmarkError("requests had ended before the update")
             for client in clients:
                 # It ends all requests.
                 with client.paused("abort"):
                     pass
-        return statistics.median(found)
+        return Update(*map(statistics.median, zip(*found, strict=True)))
     finally:
         blocks.close()
 
 
-def _paused(
-    clients: Sequence[VLLMClient], act: Callable[[VLLMClient], object] | None, *, clear_cache: bool
-) -> float:
-    """Seconds from the pause until all servers have answered a request that came in the pause.
+def _paused(clients: Sequence[VLLMClient], act: Callable[[VLLMClient], object] | None) -> tuple[float, float]:
+    """Seconds from the pause until all servers go on, and then those until all have answered a request that came in the
+    pause.
 
-    It is answered after the first step that follows the pause. The time in which it comes does not count.
+    It is answered after the first step that follows the pause, in which all keys and values are computed anew. The time
+    in which it comes does not count.
     """
-    began = time.perf_counter()
 
-    def one(client: VLLMClient) -> float:
-        with client.paused("keep", clear_cache=clear_cache):
+    def one(client: VLLMClient) -> tuple[float, float]:
+        began = time.perf_counter()
+        with client.paused("keep"):
             paused = time.perf_counter()
             probe = asking.submit(_generate, client.url, [1], 1)
             time.sleep(ARRIVAL)
             waited = time.perf_counter() - paused
             if act is not None:
                 act(client)
+        resumed = time.perf_counter()
         probe.result()
-        return time.perf_counter() - began - waited
+        return resumed - began - waited, time.perf_counter() - resumed
 
     with ThreadPoolExecutor(len(clients)) as asking, ThreadPoolExecutor(len(clients)) as pool:
-        return max(pool.map(one, clients))
+        pauses, prefills = zip(*pool.map(one, clients), strict=True)
+        return max(pauses), max(prefills)
 
 
 def _weights() -> dict[str, torch.Tensor]:
@@ -198,10 +202,18 @@ class Answers(EngineClient):
 CHUNK = 8
 
 
-def moved_seconds(found: Sequence[tuple[str, int]]) -> float:
-    """Seconds from the death of the first server until all its requests have their next chunk from the other one."""
+class Move(NamedTuple):
+    """Seconds from the death of a server until its requests run elsewhere (`running`), and then those of a chunk."""
 
-    async def run() -> float:
+    running: float
+    chunk: float
+
+
+def move_of(found: Sequence[tuple[str, int]]) -> Move:
+    """The death of the first server. Its requests run elsewhere when the last one of them has its next chunk from the
+    other server, less the time of a chunk there, which is the median of those that follow."""
+
+    async def run() -> Move:
         async with asyncio.timeout(DEADLINE), Answers([url for url, _ in found]) as client:
             completer = EngineCompleter(client, new_tokens_per_chunk=CHUNK)
             asked = [
@@ -215,16 +227,18 @@ def moved_seconds(found: Sequence[tuple[str, int]]) -> float:
             moved = {name for name, rank in last.items() if rank == 0}
             if not moved or any(each.done() for each in asked):
                 raise BenchmarkError("the server had no request when it died")
-            firsts: dict[tuple[int, ...], float] = {}
-            while len(firsts) < len(moved):
+            times: dict[tuple[int, ...], list[float]] = {name: [] for name in moved}
+            while any(len(some) < 2 for some in times.values()):
                 await asyncio.sleep(0.01)
+                times = {name: [] for name in moved}
                 for when, name, rank in client.came:
                     if when > killed and name in moved and rank == 1:
-                        firsts.setdefault(name, when)
+                        times[name].append(when)
             for each in asked:
                 each.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
-            return max(firsts.values()) - killed
+            chunk = statistics.median(second - first for first, second, *_ in times.values())
+            return Move(max(some[0] for some in times.values()) - killed - chunk, chunk)
 
     return asyncio.run(run())
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.figure import Bar, Figure, compared, measured
-from benchmarks.interrupted import moved_seconds, run_slots, servers, update_seconds
+from benchmarks.interrupted import CHUNK, move_of, run_slots, servers, update_of
 from benchmarks.job import DEADLINE, environment, program
 from benchmarks.offpolicy import BATCH, STAMPS, STEPS
 from benchmarks.suites.rpc import run
@@ -56,11 +57,11 @@ INTERRUPTED = Bar(
     True,
 )
 UPDATED = Bar(
-    "pause → two built-in servers generate with new weights, 10 MB, 64 requests open, less one prefill of them",
+    "pause → two built-in servers have new weights and begin the prefill of 64 open requests, 10 MB",
     "s",
     0.05,
 )
-MOVED = Bar("built-in server killed → all its requests have a chunk from another one", "s", 0.3)
+MOVED = Bar("built-in server killed → all its requests run on another one", "s", 0.3)
 ROOT = Path(__file__).parents[2]
 ROWS, PROMPTS, SHORTEST, LONGEST = 16, 128, 8, 128
 VOCABULARY = 512
@@ -91,8 +92,8 @@ def figures(runs: int) -> list[Figure]:
                 lambda: _rate(partial(_interrupted, waits=True), small, more),
             ),
             measured(ROUTING, runs, _routing),
-            measured(UPDATED, runs, _updated),
-            measured(MOVED, runs, _moved),
+            _updated(runs),
+            _moved(runs),
             compared(
                 OVERLAP,
                 "samples/s",
@@ -104,17 +105,36 @@ def figures(runs: int) -> list[Figure]:
         ]
 
 
-def _updated() -> float:
-    with tempfile.TemporaryDirectory() as folder, servers(Path(folder)) as found:
-        urls = [url for url, _ in found]
-        # The first time is slower.
-        update_seconds(urls)
-        return update_seconds(urls)
+def _updated(runs: int) -> Figure:
+    found = []
+
+    def once() -> float:
+        with tempfile.TemporaryDirectory() as folder, servers(Path(folder)) as running:
+            urls = [url for url, _ in running]
+            # The first time is slower.
+            update_of(urls)
+            found.append(update_of(urls))
+            return found[-1].paused
+
+    figure = measured(UPDATED, runs, once)
+    note = "; ".join(
+        f"the prefill of what is open, which follows: {each.prefill:.3f} s; without new weights: {each.before:.3f} s"
+        for each in found
+    )
+    return replace(figure, note=note)
 
 
-def _moved() -> float:
-    with tempfile.TemporaryDirectory() as folder, servers(Path(folder)) as found:
-        return moved_seconds(found)
+def _moved(runs: int) -> Figure:
+    found = []
+
+    def once() -> float:
+        with tempfile.TemporaryDirectory() as folder, servers(Path(folder)) as running:
+            found.append(move_of(running))
+            return found[-1].running
+
+    figure = measured(MOVED, runs, once)
+    note = "; ".join(f"a chunk of {CHUNK} tokens, which follows: {each.chunk:.3f} s" for each in found)
+    return replace(figure, note=note)
 
 
 def _trial(side: str) -> float:
