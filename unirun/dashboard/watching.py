@@ -47,7 +47,7 @@ SHOWN_EVENTS = 2_000
 LOST_SECONDS = 5.0
 """Seconds between two looks at a job that waits for Slurm: its end may change no file, and Slurm is asked for it."""
 
-Document = TypeVar("Document", JobStatus, Summary)
+Document = TypeVar("Document", bound=JobStatus | Summary)
 
 
 class KeptDocument(Generic[Document]):

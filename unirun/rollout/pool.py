@@ -318,7 +318,8 @@ class Pool:
             found = await asyncio.gather(*flight.episodes, return_exceptions=True)
         finally:
             self._flights.discard(flight)
-            self._idle_since = time.monotonic()
+            if counts:
+                self._idle_since = time.monotonic()
             for each in flight.episodes:
                 each.cancel()
         group, outcome = self._judged(data, flight, found)
