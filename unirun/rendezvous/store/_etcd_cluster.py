@@ -600,6 +600,6 @@ def _say(error: grpc.RpcError) -> str:
 
 
 def said(details: str) -> str:
-    """What gRPC says of a call, without the steps of its connection: ``connection refused``."""
+    """The `details` of gRPC about a call, without the steps of its connection: ``connection refused``."""
     _, refused, why = details.rpartition("Failed to connect to remote host: ")
     return why.lower() if refused else details
