@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +24,24 @@ LIMIT = 3600.0
 """Seconds for one step of pip."""
 
 PLACE = Path(sys.prefix, "vllm")
+
+
+def python_with(name: str, *packages: str, alone: tuple[str, ...] = ()) -> Path:
+    """The interpreter of an environment with these packages, which is made once below that of the tests, by its `name`.
+    It finds this project's packages, too; what those `alone` require is among these."""
+    place, wanted = Path(sys.prefix, name), " ".join((*packages, *alone))
+    stamp, found = place / "complete", place / "bin" / "python"
+    if not stamp.exists() or stamp.read_text() != wanted:
+        shutil.rmtree(place, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", place], check=True, timeout=LIMIT)
+        install = (str(found), "-m", "pip", "--quiet", "install")
+        subprocess.run([*install, *packages], check=True, timeout=LIMIT)
+        if alone:
+            subprocess.run([*install, "--no-deps", *alone], check=True, timeout=LIMIT)
+        (beside,) = place.glob("lib/python*/site-packages")
+        (beside / "project.pth").write_text(sysconfig.get_path("purelib"))
+        stamp.write_text(wanted)
+    return found
 
 
 STAMP = PLACE / "complete"

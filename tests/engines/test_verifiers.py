@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 
 from tests.documents import ROOT
+from tests.engines.environment import python_with
 
 PACKAGE = "verifiers==0.1.14"
 """The last version whose environments run in the process of their caller, with any client."""
 
-PLACE = Path(sys.prefix, "verifiers")
 LIMIT = 1800.0
 
 SCRIPT = '''
@@ -117,24 +114,13 @@ asyncio.run(main())
 '''
 
 
-def python() -> Path:
-    """The interpreter of an environment with verifiers, which is made once. It finds this project's packages, too."""
-    stamp, found = PLACE / "complete", PLACE / "bin" / "python"
-    if not stamp.exists() or stamp.read_text() != PACKAGE:
-        shutil.rmtree(PLACE, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", PLACE], check=True, timeout=LIMIT)
-        subprocess.run([found, "-m", "pip", "--quiet", "install", PACKAGE], check=True, timeout=LIMIT)
-        (packages,) = PLACE.glob("lib/python*/site-packages")
-        (packages / "project.pth").write_text(sysconfig.get_path("purelib"))
-        stamp.write_text(PACKAGE)
-    return found
-
-
 def test_episodes_of_an_environment_with_tools_are_recorded_by_their_tokens(tmp_path: Path) -> None:
     script = tmp_path / "rollouts.py"
     script.write_text(SCRIPT)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    done = subprocess.run([python(), script], env=env, capture_output=True, text=True, timeout=LIMIT)
+    done = subprocess.run(
+        [python_with("verifiers", PACKAGE), script], env=env, capture_output=True, text=True, timeout=LIMIT
+    )
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == 6, done.stdout + done.stderr
