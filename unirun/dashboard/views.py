@@ -67,7 +67,7 @@ def job_view(status: JobStatus) -> Plain:
 def _role(status: JobStatus, role: RoleStatus, place: Mapping[str, int]) -> Plain:
     failed = {(f.rank, f.incarnation) for f in status.failures if f.role == role.name}
     rows = [_row(role, worker, place, (worker.rank, worker.incarnation) in failed) for worker in role.workers]
-    fields = ("name", "phase", "generation", "restarts", "max_restarts", "program")
+    fields = ("name", "phase", "generation", "used", "program")
     return {**{name: getattr(role, name) for name in fields}, "ranks": rows}
 
 

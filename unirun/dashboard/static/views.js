@@ -96,7 +96,7 @@ page.views.overview = async ({ query }) => {
   const roleHead = (role) => [
     h("h2", {}, role.name),
     page.badge(role.phase),
-    h("span", { class: "quiet small" }, `generation ${role.generation}, ${role.restarts} of ${role.max_restarts} restarts${role.program ? `, ${role.program}` : ""}`),
+    h("span", { class: "quiet small" }, `generation ${role.generation}, restarts ${role.used}${role.program ? `, ${role.program}` : ""}`),
   ];
 
   const drawRoles = () => {
