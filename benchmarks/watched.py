@@ -17,9 +17,10 @@ import psutil
 from benchmarks.figure import BenchmarkError
 from benchmarks.job import DEADLINE, environment, program
 from unirun import BaseTrainer, BaseWorkload, trainer_invocation
+from unirun.observe.spans import WRITE_INTERVAL, spans
 
-CALLS, FIRST_CALLS = 5000, 500
-"""Calls that are measured, and those before them."""
+CALLS, FIRST_CALLS, TURNS = 5000, 500, 8
+"""Calls that are measured, those before them, and the turns in which calls with spans and without them are made."""
 
 
 class Worker(BaseWorkload):
@@ -34,6 +35,11 @@ class Worker(BaseWorkload):
     def used(self) -> float:
         """The processor time of this process, in seconds."""
         return time.process_time()
+
+    @trainer_invocation()
+    def trace(self, on: bool) -> None:
+        """Write spans from now on, or not."""
+        spans().on = on
 
 
 class Measure(BaseTrainer):
@@ -52,6 +58,27 @@ class Measure(BaseTrainer):
             one.step()
         spent = time.process_time() + one.used() - before
         Path(self.config.result).write_text(json.dumps(spent / CALLS * 1e6))
+
+
+class Compare(Measure):
+    """Writes the processor times of a call with spans and without, in one job: two jobs differ by more than that."""
+
+    def fit(self) -> None:
+        """Measure in turns and write."""
+        one = self.RG_WORKER[0]
+        spent = {True: 0.0, False: 0.0}
+        for turn in range(2 * TURNS):
+            on = turn % 2 == 0
+            one.trace(on)
+            spans().on = on
+            before = time.process_time() + one.used()
+            for _ in range(CALLS // TURNS):
+                one.step()
+            # What is kept belongs to these calls: it is written meanwhile.
+            time.sleep(2 * WRITE_INTERVAL)
+            spent[on] += time.process_time() + one.used() - before
+        calls = CALLS // TURNS * TURNS
+        Path(self.config.result).write_text(json.dumps([spent[on] / calls * 1e6 for on in (True, False)]))
 
 
 class Page:

@@ -14,12 +14,23 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import psutil
 
-from benchmarks.figure import Bar, BenchmarkError, Figure, compared, measured
+from benchmarks.figure import (
+    Bar,
+    BenchmarkError,
+    Figure,
+    compared,
+    load_of_others,
+    measured,
+    ratio,
+    say,
+)
 from benchmarks.job import DEADLINE, UNIRUN, environment, program, started, sweep, timed
 from benchmarks.suites.launch import SETTLE, refuse_torch
 from benchmarks.watched import opened
@@ -58,7 +69,7 @@ def figures(runs: int) -> list[Figure]:
         status = measured(STATUS, runs, lambda: timed([program("unirun"), "status"], env)[0])
     rest = [
         measured(SPAN, runs, span_time),
-        compared(TRACED, "us", runs, lambda: call_time(traced=True), "off", call_time),
+        traced(runs),
         compared(WATCHED, "us", runs, lambda: call_time(watched=True), "no page", call_time),
         measured(SEEN, runs, seen_time),
     ]
@@ -114,27 +125,50 @@ def span_time() -> float:
     return (time.perf_counter() - began) / SPANS * 1e6
 
 
-def call_time(*, traced: bool = False, watched: bool = False) -> float:
-    """Microseconds of processor time of a call whose worker reports, of its caller and its worker together; with a
-    trace, or with a page open that shows the job."""
+def traced(runs: int) -> Figure:
+    """The processor time of a call with a trace and without, which each job measures in turns."""
+    say(TRACED.name)
+    pairs: list[tuple[float, float]] = []
+    busy: list[float] = []
+    fault = ""
+    try:
+        while len(pairs) < runs:
+            busy.append(load_of_others())
+            on, off = run_calls("Compare", {TRACE: "1"})
+            pairs.append((on, off))
+    except BenchmarkError as error:
+        fault = str(error)
+    own, theirs = (tuple(pair[n] for pair in pairs) for n in (0, 1))
+    value = ratio(own, theirs)
+    return Figure(TRACED, value, runs, "us", own, "off", theirs, fault, median(busy))
+
+
+def call_time(*, watched: bool = False) -> float:
+    """Microseconds of processor time of a call whose worker reports, of its caller and its worker together; with a page
+    open that shows the job, or without."""
+    return float(run_calls("Measure", {}, watched=watched))
+
+
+def run_calls(trainer: str, env: Mapping[str, str], *, watched: bool = False) -> Any:
+    """The result of a job of calls, which its `trainer` writes."""
     with tempfile.TemporaryDirectory(prefix="unirun-bench-") as folder:
         home = Path(folder)
         job = {
             "roles": {"worker": {"count": 1, "workload": "benchmarks.watched:Worker"}},
-            "trainer": "benchmarks.watched:Measure",
+            "trainer": f"benchmarks.watched:{trainer}",
             "config": {"result": str(home / "result.json")},
             "cwd": str(Path(__file__).parents[2]),
         }
         (home / "job.yaml").write_text(json.dumps(job))
-        env = {**environment(home), "UNIRUN_WARM": "0", **({TRACE: "1"} if traced else {})}
         command = [program("unirun"), "--quiet", "--config", str(home / "job.yaml")]
-        process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+        around = {**environment(home), "UNIRUN_WARM": "0", **env}
+        process = subprocess.Popen(command, env=around, stderr=subprocess.PIPE, text=True)
         try:
             with opened_when_there(home) if watched else contextlib.nullcontext():
                 _, said = process.communicate(timeout=DEADLINE)
             if process.returncode != 0:
                 raise BenchmarkError(f"the job ended with {process.returncode}\n{said}")
-            return float(json.loads((home / "result.json").read_text()))
+            return json.loads((home / "result.json").read_text())
         except subprocess.TimeoutExpired as error:
             raise BenchmarkError(f"the job did not end within {DEADLINE:g} s") from error
         finally:

@@ -6,17 +6,15 @@ import json
 import os
 import signal
 
-import pytest
-
 from tests.waiting import eventually
 
 from .harness import Script, Unirun, state_of
 
 TRAINING = """
-    import ctypes, sys, time
+    import ctypes, os, time
     import torch, torch.distributed as dist
 
-    how = sys.argv[1]
+    how = os.environ["ROLE_NAME"]
     dist.init_process_group("gloo")
     rank, numbers = dist.get_rank(), torch.ones(4, 2)
     for step in range(6):
@@ -38,42 +36,62 @@ TRAINING = """
 """
 
 
-@pytest.mark.parametrize("how", ["gil", "other", "stop"])
+HANGS = ("gil", "other", "skip", "spin", "stop")
+"""The roles of the job, each with another hang of its rank 1."""
+
+
 def test_the_rank_for_which_the_others_wait_is_first_and_missing_in_their_collective(
-    unirun: Unirun, script: Script, how: str
+    unirun: Unirun, script: Script
 ) -> None:
     """
-    1. Three ranks train. Rank 1 holds the GIL, is in another collective, or is stopped.
+    1. Five roles of three ranks train. Rank 1 of each holds the GIL, is in another collective, skips one, spins, or is
+       stopped.
     2. Its stack is before that of the others, which is shown once.
     3. The collective of the others is shown with its shape, and with the rank that is not there.
     """
-    job = unirun.start("--nproc-per-node", "3", "--hang-timeout", "600", script(TRAINING), how)
-    job.lines(rf"begins to ({how})")
-    if how == "stop":
-        pid = unirun.workers()["default:1"]["pid"]
-        os.kill(pid, signal.SIGSTOP)
-        eventually(lambda: state_of(pid) == "T", "rank 1 is stopped")
+    roles = ",".join(f"{how}=3" for how in HANGS)
+    job = unirun.start("--roles", roles, "--hang-timeout", "600", script(TRAINING))
+    for how in HANGS:
+        job.lines(rf"begins to ({how})")
+    pid = unirun.workers()["stop:1"]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: state_of(pid) == "T", "a rank is stopped")
 
     name = unirun.job_dir().name
-    meeting = "all_reduce 4 of default_pg: default:0,2; not there: default:1; [4, 2] Float in default:0,2"
 
-    def met() -> list[str] | None:
+    def met() -> dict[str, list[str]] | None:
         found = unirun("stacks", name)
         assert found.code == 0, found.err
-        rows = [line.strip() for line in found.out.splitlines()]
-        return rows if meeting in rows else None
+        rows = of_roles(found.out)
+        return rows if all(meeting(how) in rows[how] for how in HANGS) else None
 
-    rows = eventually(met, "the others are in the collective")
-    assert rows[0] == "role default: 3 ranks, 2 different stacks"
-    assert rows[1].split()[0] == "default:1"
-    assert "default:0,2" in rows
-    if how == "stop":
-        assert "is stopped" in rows[1]
-    else:
-        assert any("train.py:" in row for row in rows[2 : rows.index("default:0,2")])
+    for how, rows in eventually(met, "the others are in the collective").items():
+        assert rows[0] == f"role {how}: 3 ranks, 2 different stacks"
+        assert rows[1].split()[0] == f"{how}:1"
+        others = rows.index(f"{how}:0,2")
+        assert others > 1
+        if how == "stop":
+            assert "is stopped" in rows[1]
+        else:
+            assert any("train.py:" in row for row in rows[2:others])
 
-    one = [json.loads(row) for row in unirun("stacks", name, "default:0", "--json").out.splitlines()]
-    assert [each["worker"] for each in one] == ["default:0"]
+    one = [json.loads(row) for row in unirun("stacks", name, "gil:0", "--json").out.splitlines()]
+    assert [each["worker"] for each in one] == ["gil:0"]
     assert unirun("stop", name, "--now").code == 0
     job.end()
     assert "has ended" in unirun("stacks", name).err
+
+
+def meeting(how: str) -> str:
+    """The line about the collective in which the ranks of a role wait."""
+    return f"all_reduce 4 of default_pg: {how}:0,2; not there: {how}:1; [4, 2] Float in {how}:0,2"
+
+
+def of_roles(text: str) -> dict[str, list[str]]:
+    """The lines about each role."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line.startswith("role "):
+            found[line.split()[1].rstrip(":")] = rows = []
+        rows.append(line.strip())
+    return found

@@ -55,8 +55,9 @@ class KeptDocument(Generic[Document]):
     of the job are gone."""
 
     def __init__(self, job: JobDir, path: os.PathLike[str], read: Callable[[JobDir], Document]) -> None:
-        self._job, self._path, self._read = job, path, read
-        self._stamp = (0, 0, 0)
+        self._job, self._path = job, path
+        self._read: Callable[[JobDir], Document] = read
+        self._read_at = (0, 0, 0)
         self._document: Document | None = None
 
     def stamp(self) -> tuple[int, int, int]:
@@ -72,9 +73,9 @@ class KeptDocument(Generic[Document]):
     def get(self) -> Document:
         """The document as it is now. Raises `JobError`."""
         stamp = self.stamp()
-        if self._document is None or stamp != self._stamp:
+        if self._document is None or stamp != self._read_at:
             self._document = self._read(self._job)
-            self._stamp = (*stamp[:2], 0 if self._document.phase in ENDED else stamp[2])
+            self._read_at = (*stamp[:2], 0 if self._document.phase in ENDED else stamp[2])
         return self._document
 
 
