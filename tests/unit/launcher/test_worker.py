@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.wire.endpoints import Endpoint, serve_once
 from tests.waiting import WAIT_TIMEOUT
 from unirun.launcher.worker import LogFile, wait_for_threads
+from unirun.wire.frames import FrameReader, decode
+from unirun.wire.handshake import ANSWER_SIZE, Handshake
+from unirun.wire.reports import Message, WorkerError
 
 WORK = 50_000
 """Rounds of a key derivation, without the GIL: some tens of milliseconds."""
@@ -58,6 +64,44 @@ class TestTheEnd:
             "wait_for_threads(limit=600)"
         )
         subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+FORKS = """
+import os
+if not os.fork():
+    raise ValueError("of the fork")
+os.wait()
+raise KeyError("of the worker")
+"""
+
+
+@pytest.mark.starts_processes
+def test_an_agent_and_the_error_file_have_the_error_of_a_worker_and_not_that_of_its_fork(
+    tmp_path: Path,
+) -> None:
+    endpoint, heard = Endpoint("unix", tmp_path), list[Message]()
+
+    def agent(connection: socket.socket) -> None:
+        handshake, reader = Handshake(endpoint.token), FrameReader()
+        connection.sendall(handshake.hello())
+        connection.sendall(handshake.proof(connection.recv(ANSWER_SIZE)))
+        while data := connection.recv(1 << 16):
+            heard.extend(map(decode, reader.feed(data)))
+
+    (tmp_path / "token").write_text(endpoint.token.hex())
+    (tmp_path / "token").chmod(0o600)
+    (tmp_path / "script.py").write_text(FORKS)
+    names = {"SOCKET": str(endpoint.path), "ROLE": "actor", "RANK": "3", "INCARNATION": "2"}
+    env = {**os.environ, **{f"UNIRUN_{name}": value for name, value in names.items()}}
+    env["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / "error.json")
+    code = "import sys; from unirun.launcher.worker import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "script", str(tmp_path / "script.py")]
+    with serve_once(endpoint, agent):
+        ended = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, timeout=WAIT_TIMEOUT)
+    errors = [each.message for each in heard if isinstance(each, WorkerError)]
+    assert (ended.returncode, errors) == (1, ["KeyError: 'of the worker'"]), ended.stderr
+    assert "of the worker" in (tmp_path / "error.json").read_text()
+    assert "of the fork" in ended.stderr
 
 
 @given(st.lists(st.tuples(st.booleans(), st.binary(max_size=20)), max_size=12))

@@ -150,6 +150,17 @@ class Generators(RuleBasedStateMachine):
         if mode == "keep":
             assert all(was_ended(each) for each in waiting)
 
+    @rule(
+        modes=st.tuples(st.sampled_from(["keep", "wait"]), st.sampled_from(["keep", "wait"])),
+        gives_up=st.booleans(),
+    )
+    def sequences_come_between_two_pauses(self, modes: tuple[PauseMode, PauseMode], gives_up: bool) -> None:
+        """Nothing has been made of them when the second one drops what was."""
+        self.stop(modes[0], False, 1)
+        self.generate([2, 3], gives_up)
+        self.stop(modes[1], True, 1)
+        self.resume()
+
     @rule()
     def resume(self) -> None:
         """A pause that has not come to its end says so."""
