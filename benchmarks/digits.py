@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -34,6 +33,9 @@ TRIALS, AT_A_TIME, TRIAL_EPOCHS = 20, 2, 15
 
 def digits() -> tuple[Tensor, Tensor]:
     """1797 images, ``[1797, 64]`` with grey values in 0..1, and their labels."""
+    # Not at the top: it takes a second, and the figures' tests need none of the images.
+    from sklearn.datasets import load_digits
+
     images, labels = load_digits(return_X_y=True)
     return torch.tensor(images, dtype=torch.float32) / 16.0, torch.tensor(labels)
 
