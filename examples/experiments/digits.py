@@ -1,6 +1,6 @@
 """A task that a network of 15 000 parameters learns in a minute: the last of some digits, one higher.
 
-``213=`` is answered with ``4``, and ``217=`` with ``0``: digits are from 0 to 7. The reward is the share of the two
+``2012=`` is answered with ``3``, and ``2013=`` with ``0``: digits are from 0 to 3. The reward is the share of the two
 tokens, the digit and the end, that are right. There is an asynchronous experiment, and a synchronous one with the same
 data, loss and steps, whose actor generates, then is trained:
 
@@ -47,7 +47,7 @@ from unirun.experiments import (
 )
 from unirun.rollout import Recorder
 
-BASE, ASKED, TOLD = 8, 3, 2
+BASE, ASKED, TOLD = 4, 4, 2
 """The number of digits, those of a prompt, and the tokens of an answer."""
 
 
@@ -58,16 +58,16 @@ class Digits:
 
     def encode(self, text: str, /) -> list[int]:
         """Tokens."""
-        return [2 + "=01234567".index(each) for each in text]
+        return [2 + "=0123".index(each) for each in text]
 
     def decode(self, tokens: Sequence[int], /) -> str:
         """Text without the tokens that fill up and end."""
-        return "".join("=01234567"[each - 2] for each in tokens if each > 1)
+        return "".join("=0123"[each - 2] for each in tokens if each > 1)
 
 
 def rows(*, held_out: bool) -> list[dict[str, Any]]:
     """The prompts that are trained on, or a fifth of all that is not."""
-    texts = map("".join, product("01234567", repeat=ASKED))
+    texts = map("".join, product("0123", repeat=ASKED))
     return [
         {"prompt": f"{text}=", "answer": str((int(text[-1]) + 1) % BASE)}
         for text in texts
@@ -143,9 +143,9 @@ class AsyncDigits(AsyncGRPO):
     network = Path(__file__).parent / "small"
     workers, ranks = 1, 1
     batch: int = 16
-    epochs: int = 2
+    epochs: int = 3
     drop_equal: bool = False
-    lr: float = 5e-3
+    lr: float = 3e-3
     servers: int = 1
     ckpt_freq_steps: int = 1000
 

@@ -6,27 +6,27 @@ import json
 from pathlib import Path
 
 import pytest
-from experiments.digits import BASE, Digits, rows, score, share
+from experiments.digits import ASKED, BASE, Digits, rows, score, share
 from experiments.staleness import SYNC, accuracy, ages_of, bound, losses_of
 
 
 def test_each_prompt_is_trained_on_or_held_out() -> None:
     trained, held_out = rows(held_out=False), rows(held_out=True)
     prompts = [row["prompt"] for row in (*trained, *held_out)]
-    assert len(prompts) == len({*prompts}) == BASE**3
-    assert len(held_out) == 96
+    assert len(prompts) == len({*prompts}) == BASE**ASKED
+    assert len(held_out) == 64
 
 
-@pytest.mark.parametrize(("text", "reward"), [("4", 1.0), ("5", 0.5), ("44", 0.5), ("", 0.0), ("54", 0.0)])
+@pytest.mark.parametrize(("text", "reward"), [("3", 1.0), ("1", 0.5), ("33", 0.5), ("", 0.0), ("13", 0.0)])
 def test_the_reward_is_the_share_of_the_digit_and_the_end_that_are_right(text: str, reward: float) -> None:
     tokens = [*Digits().encode(text), Digits.eos_token_id][:2]
-    assert share({"answer": "4"}, tokens) == reward
-    assert score({"answer": "4"}, Digits().decode(tokens)) == float(text == "4")
+    assert share({"answer": "3"}, tokens) == reward
+    assert score({"answer": "3"}, Digits().decode(tokens)) == float(text == "3")
 
 
 def test_the_answer_is_the_last_digit_one_higher() -> None:
     answers = {row["prompt"]: row["answer"] for held_out in (True, False) for row in rows(held_out=held_out)}
-    assert (answers["213="], answers["217="]) == ("4", "0")
+    assert (answers["2012="], answers["2013="]) == ("3", "0")
 
 
 def test_the_bound_of_the_mean_is_students_for_so_many_seeds() -> None:
