@@ -9,6 +9,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -70,7 +71,8 @@ def kill_in_turn(unirun: Unirun, job: Running) -> Counter[str]:
         time.sleep(SECONDS)
         if job.popen.poll() is not None:
             break
-        os.kill(eventually(lambda who=victim: process_of(unirun, who), victim, START_TIMEOUT), signal.SIGKILL)
+        pid = eventually(partial(process_of, unirun, victim), victim, START_TIMEOUT)
+        os.kill(pid, signal.SIGKILL)
         killed[victim] += 1
     return killed
 
@@ -94,7 +96,7 @@ def rewarding(worker: psutil.Process) -> Iterator[int]:
 
 
 def check(root: Path, noted: Path) -> None:
-    """What was accepted was trained on once, in the history that counts, or was too old, or waits."""
+    """Each accepted trajectory was trained on once, in the history that counts, or was too old, or waits."""
     notes = [json.loads(line) for line in noted.read_text().splitlines()]
     parts: dict[tuple[int, int], set[frozenset[str]]] = {}
     for line in notes:

@@ -69,7 +69,7 @@ class Graded:
         return float(await self._grade(client.tokenizer.decode(answer.token_ids)))
 
 
-async_worker.Buffer = NotedBuffer  # type: ignore[misc]
+setattr(async_worker, "Buffer", NotedBuffer)  # noqa: B010 - it is not one of its names
 register_interface("noted_grpo", NotedGRPO)
 register_agent("graded", Graded)
 

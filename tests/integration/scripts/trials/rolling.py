@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -133,7 +134,8 @@ class Many(Rolling):
         """See there."""
         worker, manager = super().settings()
         many = dataclasses.replace(manager, max_concurrent_rollouts=100, max_head_offpolicyness=100)
-        return dataclasses.replace(worker, agent=AgentAbstraction("rolling-fifty")), many
+        agent = AgentAbstraction("rolling-fifty")
+        return dataclasses.replace(worker, agent=agent, rollout_request_timeout=3600), many
 
     def completer(self) -> Completer:
         """Those of every rollout worker."""
@@ -166,13 +168,14 @@ class Consumer(unirun.BaseWorkload):
 
 
 class ConsumerOfMany(Consumer):
-    """Takes none; rollout workers may begin many."""
+    """Waits for a group; rollout workers may begin many."""
 
     eta, concurrent = 100, 100
 
     def begin(self) -> None:
         """Let them begin."""
         self.queue.advance(0)
+        threading.Thread(target=self.queue.get, kwargs={"timeout": 3600}, daemon=True).start()
 
 
 class Watcher(unirun.BaseTrainer):
@@ -184,6 +187,7 @@ class Watcher(unirun.BaseTrainer):
     def fit(self) -> None:
         """Wait for it."""
         self.RG_MODEL_WORKER.begin()
+        print("begun", flush=True)
         while not Path(self.config.root, "enough").exists():
             time.sleep(0.05)
 
