@@ -59,7 +59,7 @@ def folder(models: Callable[[int], Path], tmp_path_factory: pytest.TempPathFacto
 
 def said(python: Path, script: str, folder: Path, given: Sequence[Any]) -> Any:
     """The JSON that a script prints for `given`, among other lines."""
-    command = [python, "-c", script, folder, json.dumps(given)]
+    command = [str(python), "-c", script, str(folder), json.dumps(given)]
     env = {**os.environ, **ENVIRONMENT, "HF_HOME": str(folder.parent / "hub")}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr
