@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -65,7 +66,7 @@ def test_a_job_that_waits_for_slurm_is_asked_for_now_and_then(monkeypatch: pytes
         count += 1
         return recorded_status("job-1", 4, "pending")
 
-    monkeypatch.setattr(watching.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     kept = KeptDocument(job, job.state, read)
     for _ in range(100):
         kept.get()

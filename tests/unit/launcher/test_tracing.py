@@ -61,16 +61,23 @@ class TestCollectives:
     def test_the_recorder_is_read_now_and_then_and_at_the_end(
         self, own: Spans, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        looks = []
-        monkeypatch.setattr(tracing, "recorded", lambda: looks.append(1) or {})
-        monkeypatch.setattr(tracing.time, "monotonic", lambda: now)
-        trace, now = tracing.CollectiveTrace(own), 100.0
+        looks, now = 0, 100.0
+
+        def look() -> dict[str, Any]:
+            nonlocal looks
+            looks += 1
+            return {}
+
+        monkeypatch.setattr(tracing, "recorded", look)
+        monkeypatch.setattr(time, "monotonic", lambda: now)
+        trace = tracing.CollectiveTrace(own)
         for _ in range(10):
             trace.look(False)
             now += tracing.COLLECTIVES_INTERVAL / 5
-        assert len(looks) == 2
+        assert looks == 2
         trace.look(True)
-        assert len(looks) == 3
+        assert looks == 3
+        monkeypatch.undo()
         own.close()
 
 
