@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import multiprocessing
@@ -66,6 +67,27 @@ def _renew_multiprocessing() -> None:
     process.ORIGINAL_DIR = os.getcwd()
 
 
+def end_groups_when_idle() -> None:
+    """Let ``destroy_process_group`` wait until the threads of process groups are idle.
+
+    torch joins them with the GIL held when the last reference to a gloo group is dropped, which a DDP module may have.
+    One of them may need the GIL then, to release the context of a backward pass with its last operation: both would
+    wait for ever.
+    """
+    from torch import distributed
+    from torch.distributed import distributed_c10d
+
+    destroy = distributed_c10d.destroy_process_group
+
+    @functools.wraps(destroy)
+    def destroy_when_idle(*args: Any, **kwargs: Any) -> Any:
+        worker.wait_for_threads()
+        return destroy(*args, **kwargs)
+
+    for module in (distributed, distributed_c10d):
+        setattr(module, destroy.__name__, destroy_when_idle)
+
+
 def renew_torch(start: Mapping[str, str]) -> None:
     """Apply the environment variables that torch read at import, in the spawner.
 
@@ -83,6 +105,7 @@ def renew_torch(start: Mapping[str, str]) -> None:
         importlib.import_module("torch._logging")._init_logs()
     if torch.distributed.is_available():
         torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]
+        end_groups_when_idle()
     late = sorted(
         name
         for name in {*env, *start}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests.unit.wire.endpoints import Endpoint, serve_once
 from tests.waiting import WAIT_TIMEOUT
+from unirun.launcher import child, worker
 from unirun.launcher.worker import LogFile, wait_for_threads
 from unirun.wire.frames import FrameReader, decode
 from unirun.wire.handshake import ANSWER_SIZE, Handshake
@@ -55,6 +57,34 @@ class TestTheEnd:
         wait_for_threads(limit=600)
         leave.set()
         thread.join()
+
+    def test_a_worker_ends_its_groups_when_no_thread_works(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from torch import distributed
+        from torch.distributed import distributed_c10d
+
+        done, ended = list[bytes](), list[bool]()
+
+        def destroy_process_group(group: object = None) -> None:
+            """Of torch."""
+            ended.append(bool(done))
+
+        for module in (distributed, distributed_c10d):
+            monkeypatch.setattr(module, "destroy_process_group", destroy_process_group)
+        monkeypatch.setattr(worker, "wait_for_threads", partial(wait_for_threads, limit=30))
+        child.end_groups_when_idle()
+        began = threading.Event()
+
+        def work() -> None:
+            began.set()
+            done.append(hashlib.pbkdf2_hmac("sha256", b"a", b"b", WORK))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        began.wait(WAIT_TIMEOUT)
+        distributed.destroy_process_group()
+        thread.join()
+        assert ended == [True]
+        assert distributed_c10d.destroy_process_group.__doc__ == "Of torch."
 
     @pytest.mark.starts_processes
     def test_a_worker_without_torch_does_not_wait_at_exit(self) -> None:
