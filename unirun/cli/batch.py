@@ -33,10 +33,10 @@ def submit_job(line: CommandLine) -> int:
     options = parse_slurm(
         given["slurm"], extra=given.get("slurm_extra", ()), setup=given.get("slurm_setup", ())
     )
-    spec = job_spec(line, _inventory(options.components[0]))
-    check_roles(spec, options)
     contained = any(component.container_image for component in options.components)
-    # In a container, this interpreter need not be there.
+    # In a container, this interpreter and its modules need not be there.
+    spec = job_spec(line, _inventory(options.components[0]), here=not contained)
+    check_roles(spec, options)
     program = ("unirun",) if contained else (sys.executable, "-m", "unirun")
     words = (*component_words(spec, options), *words_of(line))
     batch = batch_of(spec, options, words, program)

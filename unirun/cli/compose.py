@@ -549,8 +549,10 @@ def job_spec(
     environ: Mapping[str, str] = os.environ,
     *,
     nodes: NodeCount = ONE_NODE,
+    here: bool = True,
 ) -> JobSpec:
-    """The spec that a command line describes, for a job of as many `nodes`. Raises `SpecError` or `UsageError`."""
+    """The spec that a command line describes, for a job of as many `nodes`; `here` as in `parse_job`. Raises `SpecError`
+    or `UsageError`."""
     refuse_mistakes(line)
     file: dict[str, Any] = {}
     if "config" in line.options:
@@ -584,6 +586,7 @@ def job_spec(
         count_slots=lambda kind: count_slots(kind, inventory),
         run_id=_new_id(data, line.script),
         nodes=nodes,
+        here=here,
     )
     if spec.numa_binding and not any(node.devices for node in inventory.nodes):
         raise UsageError(

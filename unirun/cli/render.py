@@ -159,7 +159,8 @@ def main(options: Any) -> int:
     """Print the files. Returns 0. Raises `SpecError` and `UsageError` for what is wrong with the job."""
     line = CommandLine({"config": options.job}, tuple(options.overrides), None, ())
     node = Node("node0", (0,), tuple(Device(str(index), "GPU") for index in range(options.gpus)))
-    spec = job_spec(line, Inventory((node,)))
+    # The host or the image that runs it need not be like this host.
+    spec = job_spec(line, Inventory((node,)), here=False)
     if options.form == "slurm":
         sys.stdout.write(_script(options, spec))
         return 0

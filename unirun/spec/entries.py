@@ -29,16 +29,18 @@ _MAKE_NAMES = frozenset({"globals", "vars", "locals", "exec", "setattr"})
 Kind = Literal["class", "function"]
 
 
-def missing_name(target: str, kind: Kind, folders: Sequence[str]) -> Fault | None:
+def missing_name(target: str, kind: Kind, folders: Sequence[str] | None) -> Fault | None:
     """The reason why the class or function `target` (``pkg.mod:name``) does not exist; None when it does, or may.
 
-    `folders` are searched like ``sys.path``, before it.
+    `folders` are searched like ``sys.path``, before it. Without them, only the form of the name is checked.
     """
     module, colon, name = target.partition(":")
     if not colon or module.endswith(".py") or not _is_name(module, name):
         remedy = _likely(target) or f"name the module, a colon, the {kind}"
         form = "pkg.mod:Class" if kind == "class" else "pkg.mod:function"
         return Fault("", f"{target!r} is not of the form {form}", remedy)
+    if folders is None:
+        return None
     found = _find(module, folders)
     if isinstance(found, Fault):
         return found
@@ -210,16 +212,17 @@ def missing_entry(
 ) -> Fault | None:
     """The reason why `entry` cannot be run in `cwd`; None when no reason is found. Programs are searched in `path`
     (None: PATH). Without `here` another interpreter runs it, which may have other modules."""
+    folders = [cwd or ".", *python_path] if here else None
     match entry.kind:
         case "script":
             return _script(entry.target, Path(cwd or ".", entry.target))
         case "module":
-            return _module(entry.target, [cwd or ".", *python_path] if here else None)
+            return _module(entry.target, folders)
         case "program":
             return _program(entry.target, Path(cwd or ".", entry.target), path)
         case kind:
             what: Kind = "function" if kind == "function" else "class"
-            return missing_name(entry.target, what, [cwd or ".", *python_path])
+            return missing_name(entry.target, what, folders)
 
 
 def _script(name: str, path: Path) -> Fault | None:

@@ -107,14 +107,20 @@ NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 
 
 def parse_job(
-    data: Mapping[str, Any], *, count_slots: SlotCounter, run_id: str, nodes: NodeCount = ONE_NODE
+    data: Mapping[str, Any],
+    *,
+    count_slots: SlotCounter,
+    run_id: str,
+    nodes: NodeCount = ONE_NODE,
+    here: bool = True,
 ) -> JobSpec:
     """The `JobSpec` that `data` describes; `run_id` is used when `data` has none. `nodes` is how many it will have.
 
     `data` has the keys of a job file (see ``docs/job-file.md``). Raises `SpecError` with every fault.
-    Scripts, classes and working directories that the spec names must exist; none is imported.
+    Scripts, classes and working directories that the spec names must exist; none is imported. Without `here` the job
+    runs in a container, which may have other modules and classes.
     """
-    job = Section(data)
+    job = Section(data, here=here)
     job.known(JOB_KEYS, OF_ROLES)
     roles = read_roles(job, count_slots, nodes)
     trainer = read_trainer(job, roles)

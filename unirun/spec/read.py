@@ -54,10 +54,18 @@ class Section:
     """One mapping of a job file: methods read typed values by their keys; what is wrong is added to `faults`.
 
     `where` is the place of the mapping in the file, empty for the file itself. All sections of a file share `faults`.
+    A job that runs `here` has the modules of this host.
     """
 
-    def __init__(self, fields: Mapping[str, Any], where: str = "", faults: list[Fault] | None = None) -> None:
-        self.fields, self.where = fields, where
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        where: str = "",
+        faults: list[Fault] | None = None,
+        *,
+        here: bool = True,
+    ) -> None:
+        self.fields, self.where, self.here = fields, where, here
         self.faults: list[Fault] = [] if faults is None else faults
 
     def at(self, key: str) -> str:

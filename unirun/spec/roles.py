@@ -181,7 +181,7 @@ def _finish(
     if entry.target:
         envs = env, job.fields.get("env")
         path = search_path(program["python"], *envs)
-        here = program["python"] is None
+        here = job.here and program["python"] is None
         _tell_missing(role, entry, missing_entry(entry, cwd, python_path(*envs), path, here=here))
     restarts = SERVICE_RESTARTS if program["service"] else CLASS_RESTARTS if by_class else 0
     return RoleSpec(

@@ -87,9 +87,17 @@ def test_extra_options_and_setup_lines_are_in_the_script(
     assert "--slurm" not in text.partition("unirun --rdzv-id")[2]
 
 
-def test_in_a_container_unirun_is_found_on_the_path(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run.main(["--slurm", "container_image=a:1", "--dry-run", "train.py"])
+@pytest.mark.parametrize(
+    "what", [["train.py"], ["-m", "no_such.module"], ["--roles", "actor=1@no_such:Actor"]]
+)
+def test_a_container_has_unirun_on_its_path_and_its_own_modules(
+    what: list[str], script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.main(["--slurm", "container_image=a:1", "--dry-run", *what])
     assert " --container-image=a:1 unirun --rdzv-id " in capsys.readouterr().out
+    if what != ["train.py"]:
+        with pytest.raises(SpecError, match="no_such"):
+            run.main(["--slurm", "nodes=1", "--dry-run", *what])
 
 
 @pytest.mark.parametrize(
