@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from experiments.policy import TOKENS
 from experiments.ppo import ROOM
@@ -88,7 +88,7 @@ class AsyncGRPO(Experiment):
     Without `decoupled`, the ratio of PPO's loss is to the policies that have made the tokens. Groups whose rewards are
     all equal teach nothing; with `drop_equal` others take their place."""
 
-    preload = ("reasoning_gym",)
+    preload: ClassVar[tuple[str, ...]] = ("reasoning_gym",)
     agent, env = "solver", "null"
     network, tokenizer, score = LLAMA, "characters", "experiments.sums:score"
     workers, ranks = 2, 2
