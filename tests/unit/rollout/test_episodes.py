@@ -66,7 +66,7 @@ def test_each_token_that_was_made_is_trained_on_once_and_no_other(
 
 
 ROUNDS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=6)
-"""How many tokens the environment has said, and the model; whether the model was asked something else between."""
+"""Numbers of tokens that the environment and the model have said; True if something else was asked of the model before."""
 
 
 @given(ROUNDS, st.integers(0, 2), st.randoms(use_true_random=False))
