@@ -173,8 +173,8 @@ class TestThoseThatRun:
             assert some_start()
             return -1
 
-        monkeypatch.setattr(borrowing.os, "fork", fork)
-        monkeypatch.setattr(borrowing.os, "waitpid", lambda pid, options: (pid, 0))
+        monkeypatch.setattr(os, "fork", fork)
+        monkeypatch.setattr(os, "waitpid", lambda pid, options: (pid, 0))
         before = sys.gettrace()
         sys.settrace(look)
         try:
