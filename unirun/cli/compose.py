@@ -551,8 +551,10 @@ def job_spec(
     nodes: NodeCount = ONE_NODE,
     here: bool = True,
 ) -> JobSpec:
-    """The spec that a command line describes, for a job of as many `nodes`; `here` as in `parse_job`. Raises `SpecError`
-    or `UsageError`."""
+    """The spec that a command line describes, for a job of as many `nodes`; for `here` see `parse_job`.
+
+    Raises `SpecError` or `UsageError`.
+    """
     refuse_mistakes(line)
     file: dict[str, Any] = {}
     if "config" in line.options:
