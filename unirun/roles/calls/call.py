@@ -117,17 +117,6 @@ class Call:
         """The name of one of them."""
         return f"{self.prepared.role}:{self.ranks[index]}"
 
-    def give(
-        self, ranks: Sequence[int], parcels: Sequence[Parcel], sharding: Mapping[int | str, str]
-    ) -> bool:
-        """Give a call its parts, which has waited for the number of ranks. False when it is over."""
-        with STATE:
-            if self.over:
-                return False
-            self.ranks, self.parcels, self.sharding = ranks, parcels, sharding
-            self.sent_to = [None] * len(ranks)
-        return True
-
     def parcel(self, index: int) -> Parcel | None:
         """The parcel for the worker at `index`; None when the call is over."""
         parcels = self.parcels
@@ -189,10 +178,6 @@ class Call:
     def finish(self) -> None:
         """End the call: the outcomes that are there decide."""
         self._end(self._error if self.failed else None)
-
-    def fail(self, error: BaseException) -> None:
-        """End the call with `error`, before any part of it was sent."""
-        self._end(lambda: error)
 
     def expire(self) -> None:
         """End the call at its deadline."""

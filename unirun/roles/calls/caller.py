@@ -22,27 +22,188 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from unirun.errors import CallError, EncodingError, WorkerLost
+from unirun.errors import CallError, ChannelError, EncodingError, WorkerLost
 from unirun.observe.spans import spans
 from unirun.roles.calls.call import Call, CallBook, InvocationRef, Method, span_of
-from unirun.roles.calls.codec import DESCRIBE, OPEN_RPC, dump, encode_address, load, refused_for
-from unirun.roles.calls.policy import (
-    ANY,
-    DEFAULT,
-    Arguments,
-    Invocation,
-    Sharding,
-    called_ranks,
-    rearranged,
-    split,
+from unirun.roles.calls.codec import (
+    ACK,
+    DESCRIBE,
+    GIVE_UP,
+    MAX_ACKS,
+    OPEN_RPC,
+    dump,
+    encode_address,
+    encode_giving_up,
+    encode_request,
+    refused_for,
 )
-from unirun.roles.calls.reliable import Part, ReliableConnection
+from unirun.roles.calls.policy import ANY, DEFAULT, Invocation, called_ranks, rearranged, split
 from unirun.roles.calls.sending import named_arguments, unsendable
-from unirun.roles.calls.sizes import RoleSizes
 from unirun.roles.peers import Peer, Peers
-from unirun.roles.transport.protocol import Parcel, Scheduler, Transport, own
+from unirun.roles.transport.protocol import Connection, Parcel, Scheduler, Transport, own
 from unirun.values import WorkerId
+from unirun.wire.messages import RoleView
 from unirun.wire.reports import Calls
+
+# `ReliableConnection`: to one worker; it is opened again when it breaks, and the open calls are sent again.
+
+RECONNECT_DELAY = 0.02
+MAX_RECONNECT_DELAY = 1.0
+"""Seconds until a broken connection is opened again, the second time and at most; the first time is at once."""
+LARGE = 1 << 20
+"""Bytes from which a result is acked at once: the worker need not keep it until the next call."""
+
+Part = tuple[Call, int]
+"""A call, and the index of the worker in it."""
+
+
+class ReliableConnection:
+    """A connection to one worker's process. It is opened with the first call, and again as long as calls are open."""
+
+    def __init__(
+        self,
+        address: WorkerId,
+        endpoint: str,
+        *,
+        me: bytes,
+        transport: Transport,
+        scheduler: Scheduler,
+        answered: Callable[[Call, int, Parcel], None],
+        failed: Callable[[Call, int, CallError], None],
+    ) -> None:
+        """`answered` is called with each answer, in a thread of the transport; `failed`, by `scheduler`, with a call
+        that cannot be sent to any worker. Both get the index of this worker in the call."""
+        self.address, self._endpoint = address, endpoint
+        self._me, self._transport, self._scheduler = me, transport, scheduler
+        self._answered, self._failed = answered, failed
+        # Held while sending. Answers are taken without it, so that the reading thread never waits for a sending one.
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self._parts: dict[int, Part] = {}
+        self._acks: deque[int] = deque()
+        self._breaks = 0
+        self._gone = False
+        self.reconnecting = False
+        """True if the worker cannot be reached now; the next attempt is in a moment."""
+
+    def __len__(self) -> int:
+        """The number of open calls."""
+        return len(self._parts)
+
+    def send(self, call: Call, index: int) -> bool:
+        """Send a call now, or as soon as there is a connection. False, with nothing sent, when the worker is gone."""
+        with self._lock:
+            if self._gone:
+                return False
+            self._parts[call.seq] = call, index
+            if self._connection is not None:
+                self._transmit(self._connection, call.seq, call, index)
+            elif not self.reconnecting:
+                self._connect()
+        return True
+
+    def forget(self, call: Call, *, lost: bool = False) -> None:
+        """Do not send a call again; its answer is acked and dropped. Whoever made it may change its arguments."""
+        connection = self._connection
+        if self._parts.pop(call.seq, None) is not None and connection is not None:
+            connection.keep()
+            self.give_up(call.seq, lost=lost)
+
+    def give_up(self, seq: int, *, lost: bool) -> None:
+        """Tell the worker that its result of a call is no longer waited for; `lost`: another worker of the call was
+        lost, so the call need not begin. Does nothing while the worker cannot be reached."""
+        self._scheduler.soon(partial(self._tell, GIVE_UP, encode_giving_up(seq, lost=lost)))
+
+    def lose(self) -> list[Part]:
+        """The worker is gone: close the connection. Returns the calls that were not answered."""
+        with self._lock:
+            self._gone = True
+            taken = [self._parts.pop(seq, None) for seq in list(self._parts)]
+        self.close()
+        return [part for part in taken if part is not None]
+
+    def close(self) -> None:
+        """Close the connection."""
+        with self._lock:
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _connect(self) -> None:
+        """Connect, and send all open calls in the order in which they were sent before; later, if nobody answers."""
+        try:
+            self._connection = self._transport.connect(
+                self.address, self._endpoint, lambda reason: self._scheduler.soon(self._broke)
+            )
+        except ChannelError:
+            self._connect_later()
+            return
+        for seq, (call, index) in sorted(self._parts.items()):
+            self._transmit(self._connection, seq, call, index)
+
+    def _connect_later(self) -> None:
+        self.reconnecting = True
+        delay = min(RECONNECT_DELAY * 2 ** (self._breaks - 1), MAX_RECONNECT_DELAY) if self._breaks else 0.0
+        self._breaks = min(self._breaks + 1, 16)
+        self._scheduler.at(self._scheduler.now() + delay, self._reconnect)
+
+    def _broke(self) -> None:
+        """The connection is broken. A worker that lives still has the results that it owes."""
+        with self._lock:
+            self._connection = None
+            if self._parts and not self._gone and not self.reconnecting:
+                self._connect_later()
+
+    def _reconnect(self) -> None:
+        with self._lock:
+            self.reconnecting = False
+            if self._parts and not self._gone and self._connection is None:
+                self._connect()
+
+    def _transmit(self, connection: Connection, seq: int, call: Call, index: int) -> None:
+        parcel = call.parcel(index)
+        if parcel is None:
+            # The call is over.
+            self._parts.pop(seq, None)
+            return
+        head = encode_request(
+            self._me, seq, call.generation, call.joint, self._due_acks(), call.prepared.wire, parcel.head
+        )
+        patience, call.patience = call.patience, None
+        try:
+            call.fetch = connection.call(Parcel(head, parcel.buffers), partial(self._answer, seq), patience)
+        except CallError as error:
+            # It cannot be sent, which says nothing about the worker.
+            self._parts.pop(seq, None)
+            self._scheduler.soon(partial(self._failed, call, index, error))
+            return
+
+    def _answer(self, seq: int, parcel: Parcel) -> None:
+        self._breaks = 0
+        self._acks.append(seq)
+        part = self._parts.pop(seq, None)
+        if part is not None:
+            self._answered(*part, parcel)
+        if parcel.size >= LARGE:
+            self._scheduler.soon(self._ack)
+
+    def _ack(self) -> None:
+        if self._acks:
+            self._tell(ACK, b"")
+
+    def _tell(self, method: bytes, body: bytes) -> None:
+        """Send a request of the connection itself, whose answer is ignored."""
+        with self._lock:
+            if self._connection is not None:
+                head = encode_request(self._me, 0, 0, False, self._due_acks(), method, body)
+                self._connection.call(Parcel(head), lambda parcel: None)
+
+    def _due_acks(self) -> list[int]:
+        """The acks that the next request takes along."""
+        if not self._acks:
+            return []
+        return [self._acks.popleft() for _ in range(min(len(self._acks), MAX_ACKS))]
+
 
 # The losses of workers that a caller has reported.
 #
@@ -142,6 +303,12 @@ class Deadlines(Generic[T]):
             self._watch()
 
 
+GROWTH_TIMEOUT = 5.0
+"""Seconds in which a role must begin to grow that is at a boundary. The next call waits for that."""
+
+_SETTLED = ("running", "succeeded", "failed", "stopped")
+"""The phases of roles that neither start nor recover."""
+
 GROUP_ERROR_DELAY = 0.1
 """Seconds between the first error of a group call and its end: an error in a collective comes a moment before the
 news of the death that caused it."""
@@ -176,10 +343,13 @@ class Caller:
         self._connections: dict[WorkerId, ReliableConnection] = {}
         self._parked: dict[tuple[str, int], deque[Part]] = {}
         self._refused: list[tuple[Call, int, int]] = []
-        self._sizes = RoleSizes(peers, self._calls, boundary)
-        self.ranks = self._sizes.ranks
-        # Calls, with their arguments, that wait until a role has other ranks, while their thread goes on.
-        self._unsent: deque[tuple[InvocationRef[Any], Parcel]] = deque()
+        self._boundary = boundary
+        # The ranks of each role as of the latest call, and the generation that has them. A thread that updates them
+        # holds the lock; they may be outdated when a view has come since.
+        self._ranks: dict[str, list[int]] = {}
+        self._formed: dict[str, int] = {}
+        self._following = threading.Lock()
+        self._views, self._outdated_ranks = 0, False
         self._seqs = itertools.count(1)
         self._losses = ReportedLosses(peers, restarted=me.incarnation > 0)
         self._deadlines: dict[float, Deadlines[Call]] = {}
@@ -192,18 +362,68 @@ class Caller:
         """The methods of the workloads of those roles of which they are known."""
         peers.when_changed(self._changed)
 
+    def ranks(self, role: str, size: int) -> list[int]:
+        """The ranks of a role, now `size`. All groups of the whole role have this list, which changes between calls."""
+        view, found = self._peers.view(role), self._ranks.setdefault(role, [])
+        found[:] = range(size)
+        self._formed[role] = view.generation if view is not None else 0
+        return found
+
     def _changed(self) -> None:
-        self._sizes.changed()
+        self._views += 1
+        self._outdated_ranks = True
         self._scheduler.soon(self._look)
 
-    def _calls(self, role: str) -> bool:
-        """Return True if calls of this process to a role are open, or about to be sent. One that waits for the role to
-        grow has no parcels yet."""
-        return any(
-            each.prepared.role == role and each.parcels
-            for open_ in list(self._deadlines.values())
-            for each in open_
+    def _follow_sizes(self) -> None:
+        """Let roles grow that are at a boundary, and take over the numbers of ranks that roles have now. Calls of other
+        threads wait meanwhile."""
+        with self._following:
+            if not self._outdated_ranks:
+                return
+            views = self._views
+            again = [self._follow_size(role, ranks) for role, ranks in list(self._ranks.items())]
+            self._outdated_ranks = any(again)
+            if views != self._views:
+                self._outdated_ranks = True
+
+    def _follow_size(self, role: str, ranks: list[int]) -> bool:
+        """The same for one role. Returns True if a later call is to look again."""
+        view, brief = self._peers.view(role), self._peers.brief(role)
+        if view is None or brief is None:
+            return False
+        # Ranks of scripts that grow know their boundaries themselves. While another role recovers, none grows.
+        grows = self._boundary is not None and view.grows and brief.kind == "workload"
+        grows = grows and all(each.phase in _SETTLED for each in self._peers.views())
+        busy = grows and self._calls(role)
+        if self._boundary is not None and grows and not busy:
+            # It has ranks of this generation until it forms the next one, which may take longer than is waited.
+            self._take_over(role, view, ranks)
+            self._boundary(role)
+            self._peers.wait_for(partial(self._grown, role, view.generation), GROWTH_TIMEOUT)
+            view = self._peers.view(role) or view
+        if view.phase == "reforming" and view.generation == self._formed[role]:
+            # The ranks may be those of the generation that it is about to form.
+            return True
+        self._take_over(role, view, ranks)
+        return busy
+
+    def _take_over(self, role: str, view: RoleView, ranks: list[int]) -> None:
+        """The ranks are those of the generation in this view."""
+        self._formed[role] = view.generation
+        if len(ranks) != (size := self._peers.size(role)):
+            ranks[:] = range(size)
+
+    def _grown(self, role: str, generation: int) -> bool:
+        """Return True if a role that was at a boundary has begun to form the generation after this one, or does not
+        grow."""
+        view = self._peers.view(role)
+        return view is None or (
+            not view.grows and (view.phase != "reforming" or view.generation > generation)
         )
+
+    def _calls(self, role: str) -> bool:
+        """Return True if calls of this process to a role are open, or about to be sent."""
+        return any(each.prepared.role == role for open_ in list(self._deadlines.values()) for each in open_)
 
     def method(self, role: str, name: str, options: Invocation, ranks: Sequence[int] | None = None) -> Method:
         """The method that `invoke` calls; `ranks` come before the target in `options`.
@@ -217,7 +437,7 @@ class Caller:
                 self._deadlines[seconds] = Deadlines(seconds, self._scheduler, self._expire)
         chooses = options.target == ANY
         # One rank may be all of a role that has more of them when the call is sent.
-        several = len(ranks) > 1 or (self._sizes.is_all(role, ranks) and self._peers.may_have_several(role))
+        several = len(ranks) > 1 or (ranks is self._ranks.get(role) and self._peers.may_have_several(role))
         return Method(
             role,
             name,
@@ -237,119 +457,49 @@ class Caller:
 
         Raises `EncodingError` for an argument that cannot be pickled, before anything is sent.
         """
-        if (self._sizes.outdated or self._unsent) and not self._followed(method):
-            return self._send_later(method, args, kwargs)
+        if self._outdated_ranks:
+            self._follow_sizes()
         if method.options.pre_func is not None:
             args, kwargs = rearranged(method.options.pre_func(*args, **kwargs))
         call, among = self._open(method, args, kwargs)
-        while self._sizes.following.locked() or among != tuple(method.ranks):
+        while self._following.locked() or among != tuple(method.ranks):
             # The role has other ranks since, or is about to grow: it did not know of this call.
             self._deadlines[method.timeout].drop(call)
-            if not self._followed(method):
-                return self._send_later(method, args, kwargs, arranged=True)
+            self._follow_sizes()
             call, among = self._open(method, args, kwargs)
-        self._begin(call)
-        return call
-
-    def _followed(self, method: Method) -> bool:
-        """Let roles grow, and take over their sizes. False, with nothing done, if a call that does not block would wait
-        for that: other tasks of its event loop go on."""
-        if not method.options.blocking and (self._unsent or self._sizes.waits()):
-            return False
-        self._follow_sizes()
-        return True
-
-    def _follow_sizes(self) -> None:
-        """Follow the sizes of roles, and send the calls that wait for that, in their order."""
-        with self._sizes.following:
-            self._sizes.follow()
-            while self._unsent:
-                try:
-                    self._send_one(*self._unsent[0])
-                finally:
-                    with self._lock:
-                        self._unsent.popleft()
-
-    def _open(
-        self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[InvocationRef[Any], tuple[int, ...]]:
-        """A call whose time has begun, to the ranks of the method or to one among them, and these. It is not sent."""
-        among = tuple(method.ranks)
-        ranks, parcels, sharding = self._parts(method, among, args, kwargs)
-        call: InvocationRef[Any]
-        call = InvocationRef(method, ranks, parcels, sharding, self._scheduler.now())
-        if method.options.blocking and not call.joint:
-            call.patience = method.timeout
-        self._deadlines[method.timeout].add(call)
-        return call, among
-
-    def _parts(
-        self, method: Method, among: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[int, ...], Sequence[Parcel], Sharding]:
-        """The ranks that a call goes to, its parcels, and how the arguments are given to them."""
-        options = method.options
-        ranks = (self._least_busy(method),) if method.chooses else among
-        shares, sharding = split(args, kwargs, len(ranks), auto=options.auto_shard)
-        parcels = [self._parcel(method, args, kwargs, arguments) for arguments in shares]
-        if not options.blocking:
-            # The trainer goes on and may change its tensors before they are sent, or sent again.
-            parcels = [own(parcel) for parcel in parcels]
-        if len(parcels) > 1 or method.chooses:
-            method.count.split = True
-        return ranks, parcels, sharding
-
-    def _parcel(
-        self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments
-    ) -> Parcel:
-        """Some `arguments` of a call with all of these. Raises `EncodingError`."""
-        try:
-            return Parcel(*dump(arguments, f"an argument of {method.role}'s {method.name}"))
-        except EncodingError as error:
-            raise unsendable(named_arguments(method.name, args, kwargs), error, error.remedy) from None
-
-    def _begin(self, call: Call) -> None:
-        """Send a call, unless it reports a loss."""
-        role, ranks = call.prepared.role, call.ranks
-        if not call.prepared.options.idempotent:
-            call.unreported = self._losses.report(role, ranks)
+        ranks, options = call.ranks, method.options
+        if not options.idempotent:
+            call.unreported = self._losses.report(method.role, ranks)
         if call.unreported:
             for index in range(len(ranks)):
                 self._settle(call, index, _restarted(call.unreported))
         else:
             self._send_all(call)
-
-    def _send_later(
-        self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], *, arranged: bool = False
-    ) -> InvocationRef[Any]:
-        """A call that is sent, in another thread, when the sizes of roles are followed: that may take seconds, in which
-        this thread goes on. `arranged`: `pre_func` was called."""
-        if method.options.pre_func is not None and not arranged:
-            args, kwargs = rearranged(method.options.pre_func(*args, **kwargs))
-        ranks = tuple(method.ranks)
-        # For its errors, which are of this call.
-        split(args, kwargs, 1 if method.chooses else len(ranks), auto=method.options.auto_shard)
-        whole = own(self._parcel(method, args, kwargs, (args, kwargs)))
-        call: InvocationRef[Any] = InvocationRef(method, ranks, began=self._scheduler.now())
-        self._deadlines[method.timeout].add(call)
-        with self._lock:
-            first = not self._unsent
-            self._unsent.append((call, whole))
-        if first:
-            threading.Thread(target=self._follow_sizes, name="unirun-growth", daemon=True).start()
         return call
 
-    def _send_one(self, call: InvocationRef[Any], whole: Parcel) -> None:
-        """Send a call that has waited, with the arguments in a parcel."""
-        method = call.prepared
+    def _open(
+        self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[InvocationRef[Any], tuple[int, ...]]:
+        """A call whose time has begun, to the ranks of the method or to one among them, and these. It is not sent."""
+        options, among = method.options, tuple(method.ranks)
+        ranks = (self._least_busy(method),) if method.chooses else among
+        shares, sharding = split(args, kwargs, len(ranks), auto=options.auto_shard)
+        what = f"an argument of {method.role}'s {method.name}"
         try:
-            args, kwargs = load(whole.head, whole.buffers)
-            parts = self._parts(method, tuple(method.ranks), args, kwargs)
-        except Exception as error:  # noqa: BLE001 - it is raised by the call's result
-            self._deadlines[method.timeout].drop(call)
-            call.fail(error)
-            return
-        if call.give(*parts):
-            self._begin(call)
+            parcels = [Parcel(*dump(arguments, what)) for arguments in shares]
+        except EncodingError as error:
+            raise unsendable(named_arguments(method.name, args, kwargs), error, error.remedy) from None
+        if not options.blocking:
+            # The trainer goes on and may change its tensors before they are sent, or sent again.
+            parcels = [own(parcel) for parcel in parcels]
+        if len(parcels) > 1 or method.chooses:
+            method.count.split = True
+        call: InvocationRef[Any]
+        call = InvocationRef(method, ranks, parcels, sharding, self._scheduler.now())
+        if options.blocking and not call.joint:
+            call.patience = method.timeout
+        self._deadlines[method.timeout].add(call)
+        return call, among
 
     def methods(self, role: str) -> Mapping[str, Invocation]:
         """Every method of a role's workloads with its options. If they are not known, a worker is asked, as soon as one
@@ -453,8 +603,12 @@ class Caller:
                     call.unreported = self._losses.report(call.prepared.role, call.ranks)
 
     def _resized(self, call: Call, peer: Peer) -> bool:
-        method = call.prepared
-        return call.joint and self._sizes.differs(method.role, method.ranks, len(call.ranks), peer.generation)
+        role = call.prepared.role
+        ranks = self._ranks.get(role)
+        if not call.joint or call.prepared.ranks is not ranks or ranks is None:
+            return False
+        formed = peer.generation == self._formed[role]
+        return len(call.ranks) != (len(ranks) if formed else self._peers.size(role))
 
     def _outdated(self, call: Call, peer: Peer) -> WorkerLost:
         """The error of a joint call that was made for an earlier generation than that of `peer`: a rank was lost

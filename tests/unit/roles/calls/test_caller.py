@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -17,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.effort import examples
 from tests.sim.calls.threads import FakeScheduler
 from tests.sim.fake_clock import FakeClock
-from tests.waiting import WAIT_TIMEOUT, eventually
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import ChannelError, InvocationTimeout, WorkerLost
 from unirun.roles import InvocationRef
 from unirun.roles.calls.caller import GROUP_ERROR_DELAY, Caller
@@ -30,10 +29,9 @@ from unirun.roles.calls.codec import (
     dump,
     dump_error,
     encode_refusal,
-    load,
 )
 from unirun.roles.calls.group import RoleGroup, role_group
-from unirun.roles.calls.policy import Invocation, shard
+from unirun.roles.calls.policy import Invocation
 from unirun.roles.peers import Peer, Peers
 from unirun.roles.transport.protocol import Connection, Parcel
 from unirun.values import WorkerId
@@ -515,11 +513,6 @@ class Elastic(Pair):
         self.changed()
 
 
-def sent(caller: Caller) -> None:
-    """Wait until calls are sent that have waited for their role to grow."""
-    eventually(lambda: not (caller._unsent or caller._sizes.following.locked()))
-
-
 class TestARoleThatGrows:
     def made(self, told: list[str] | None) -> tuple[Elastic, FakeTransport, Caller, RoleGroup]:
         directory, transport = Elastic(), FakeTransport()
@@ -546,16 +539,15 @@ class TestARoleThatGrows:
             transport.open[rank].pop()(RESULT)
         assert first.result(WAIT_TIMEOUT) == [42, 42]
         # In the test the master answers before it is waited for.
-        boundary = caller._sizes._boundary
+        boundary = caller._boundary
 
         def at_boundary(role: str) -> None:
             assert boundary is not None
             boundary(role)
             directory.becomes(3, 1, "reforming")
 
-        caller._sizes._boundary = at_boundary
+        caller._boundary = at_boundary
         third = step()
-        sent(caller)
         assert (told, len(group), [each.rank for each in group]) == (["actor"], 3, [0, 1, 2])
         assert [len(transport.open[rank]) for rank in range(3)] == [1, 1, 1]
         assert "0 of 3 answered" in repr(third)
@@ -583,59 +575,8 @@ class TestARoleThatGrows:
         directory.others = (RoleView("reward", 1, 1, "", "restarting", ()),)
         directory.changed()
         group.step.call_async()
-        assert not caller._unsent
         caller.close()
         assert told == []
-
-    def test_an_event_loop_goes_on_while_a_role_grows_and_its_calls_keep_their_order(self) -> None:
-        """The master has not decided: calls that do not block are made all the same, and sent to the ranks that there
-        are then. A blocking one comes after them. Arguments are those of the time of the call."""
-        directory, transport = Elastic(), FakeTransport()
-        transport.open[2] = []
-        decided = threading.Event()
-
-        def wait_for(condition: Callable[[], bool], timeout: float) -> bool:
-            assert decided.wait(WAIT_TIMEOUT)
-            return condition()
-
-        directory.wait_for = wait_for  # type: ignore[method-assign]
-        me = WorkerId("trainer", 0, 0)
-        caller = Caller(me, directory, transport, call_timeout=60.0, boundary=lambda role: None)
-        methods = {"step": Invocation(blocking=False), "last": Invocation()}
-        group = role_group(caller, "actor", 2, methods)
-        directory.changed()
-        argument = torch.zeros(2)
-        refs = [group.step(argument), group.step(shard([1, 2, 3])), group.step()]
-        argument += 1
-        assert not any(transport.open.values())
-        directory.becomes(3, 1, "reforming")
-        results = list[Any]()
-        blocking = threading.Thread(target=lambda: results.extend(group.last()))
-        blocking.start()
-        assert not any(transport.open.values())
-        decided.set()
-        eventually(lambda: [len(transport.open[rank]) for rank in range(3)] == [4, 4, 4])
-        assert [ref.seq for ref in refs] == [1, 2, 3]
-        assert refs[1].sharding == {0: "shard 1+1+1"}
-        assert refs[0].workers == ("actor:0", "actor:1", "actor:2")
-        first = refs[0].parcel(0)
-        assert first is not None
-        assert load(first.head, first.buffers)[0][0].tolist() == [0, 0]
-        for done in (done for each in transport.open.values() for done in each):
-            done(RESULT)
-        blocking.join(WAIT_TIMEOUT)
-        assert results == refs[0].result(WAIT_TIMEOUT) == [42, 42, 42]
-        caller.close()
-
-    def test_a_call_that_waits_and_cannot_be_split_later_fails_by_its_result(self) -> None:
-        directory, _, caller, group = self.made([])
-        directory.changed()
-        ref, after = group.step(Unloadable()), group.step()
-        with pytest.raises(ArithmeticError):
-            ref.result(WAIT_TIMEOUT)
-        sent(caller)
-        assert "0 of 2 answered" in repr(after)
-        caller.close()
 
     def test_a_call_that_was_pickled_while_the_role_grew_goes_to_all(self) -> None:
         directory, transport, caller, group = self.made([])
@@ -645,7 +586,6 @@ class TestARoleThatGrows:
             group.step()
 
         ref = group.step(Meanwhile(another_thread))
-        sent(caller)
         assert [len(transport.open[rank]) for rank in range(3)] == [2, 2, 2]
         assert "0 of 3 answered" in repr(ref)
         caller.close()
@@ -723,7 +663,7 @@ class CallsOfGrowingRoles(RuleBasedStateMachine):
         self.answer()
         while self.directory.now.phase == "reforming":
             self.directory.go_on()
-        self.step(0, False, 0, 4, False)
+        self.step(0, False, 0, 4)
         self.answer()
         assert len(self.group) == self.directory.now.generation + self.directory.first
         assert not self.caller._calls("actor")
@@ -732,11 +672,7 @@ class CallsOfGrowingRoles(RuleBasedStateMachine):
     def boundary(self, role: str) -> None:
         assert not any(self.transport.open.values()), "a call is open"
         self.directory.at_boundary = True
-        if not self.slow:
-            self.directory.go_on()
-
-    slow = False
-    """The master is slow, so that the role grows later, if at all."""
+        self.directory.go_on()
 
     @rule(times=st.sampled_from((1, 2, 3)))
     def go_on(self, times: int) -> None:
@@ -748,9 +684,8 @@ class CallsOfGrowingRoles(RuleBasedStateMachine):
         calls=st.booleans(),
         soon=st.sampled_from((0, 0, 1, 2)),
         patience=st.sampled_from((0, 0, 1, 4)),
-        slow=st.sampled_from((False, False, True)),
     )
-    def step(self, meanwhile: int, calls: bool, soon: int, patience: int, slow: bool) -> None:
+    def step(self, meanwhile: int, calls: bool, soon: int, patience: int) -> None:
         """A call, while whose arguments are pickled, or while ranks are counted, the role goes on. As another thread
         calls it, too, this one may learn of it before it is sent."""
 
@@ -760,24 +695,21 @@ class CallsOfGrowingRoles(RuleBasedStateMachine):
             if calls:
                 self.caller._follow_sizes()
 
-        self.slow = slow
         self.directory.soon, self.directory.patience = soon, patience
         idle = not any(self.transport.open.values())
-        # A slow master that has heard of a boundary decides later.
-        wanted = idle and self.directory.now.grows and not self.directory.at_boundary
+        wanted = idle and self.directory.now.grows
         before = {rank: len(each) for rank, each in self.transport.open.items()}
         ref = self.group.step(Meanwhile(happens))
-        sent(self.caller)
         self.directory.soon = 0
-        to = [rank for rank, each in self.transport.open.items() if len(each) > before[rank]]
+        sent = [rank for rank, each in self.transport.open.items() if len(each) > before[rank]]
         if ref.done():
             with pytest.raises(WorkerLost, match="has formed generation"):
                 ref.result(0)
-            assert not to
+            assert not sent
         else:
-            assert to == [*range(ref.generation + self.directory.first)]
+            assert sent == [*range(ref.generation + self.directory.first)]
             self.refs.append(ref)
-        if wanted and not meanwhile and not soon and not slow:
+        if wanted and not meanwhile and not soon:
             assert self.directory.now.phase == "reforming"
 
     @precondition(lambda self: self.refs)
@@ -800,12 +732,12 @@ def test_a_call_of_another_thread_is_not_sent_while_its_role_begins_to_grow() ->
     directory, transport = Growing(), FakeTransport()
     transport.open[2] = []
     directory.go_on()
-    looks, busy = threading.Event(), list[bool]()
+    looks, sent = threading.Event(), list[bool]()
 
     def boundary(role: str) -> None:
         looks.set()
         threading.Event().wait(0.1)
-        busy.append(any(transport.open.values()))
+        sent.append(any(transport.open.values()))
         directory.at_boundary = True
 
     caller = Caller(WorkerId("trainer", 0, 0), directory, transport, call_timeout=60.0, boundary=boundary)
@@ -819,17 +751,9 @@ def test_a_call_of_another_thread_is_not_sent_while_its_role_begins_to_grow() ->
 
     group.step(Meanwhile(another_thread))
     other.join(WAIT_TIMEOUT)
-    sent(caller)
-    assert busy == [False]
+    assert sent == [False]
     assert [len(transport.open[rank]) for rank in range(3)] == [2, 2, 2]
     caller.close()
-
-
-class Unloadable:
-    """An argument that cannot be unpickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return divmod, (1, 0)
 
 
 class Meanwhile:
