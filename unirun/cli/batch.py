@@ -34,8 +34,9 @@ def submit_job(line: CommandLine) -> int:
         given["slurm"], extra=given.get("slurm_extra", ()), setup=given.get("slurm_setup", ())
     )
     contained = any(component.container_image for component in options.components)
-    # In a container, this interpreter and its modules need not be there.
-    spec = job_spec(line, _inventory(options.components[0]), here=not contained)
+    # In a container, this interpreter and its modules need not be there, and a set-up may add modules.
+    here = not contained and not given.get("slurm_setup")
+    spec = job_spec(line, _inventory(options.components[0]), here=here)
     check_roles(spec, options)
     program = ("unirun",) if contained else (sys.executable, "-m", "unirun")
     words = (*component_words(spec, options), *words_of(line))

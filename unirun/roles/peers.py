@@ -96,6 +96,8 @@ class Peers:
         self._views = {view.name: view for view in self._view.roles}
         self._found: dict[tuple[str, int], Peer] = {}
         self._whole: dict[str, bool] = {}
+        # The most ranks that a role has had: calls to those that it has no more are lost, and no mistakes.
+        self._most = {name: each.world_size for name, each in self._roles.items()}
         self.updates = 0
         """The number of updates that have come."""
         self.engines: tuple[Engine, ...] = ()
@@ -145,9 +147,9 @@ class Peers:
         return ",".join(each.upper() for each in next((group for group in groups if role in group), ()))
 
     def count(self, role: str) -> int:
-        """The number of ranks of a role now, or when this process came if the role has become smaller since."""
+        """The most ranks that a role has had since this process came: it may have become smaller."""
         brief, size = self.brief(role), self.size(role)
-        return max(brief.count, size) if brief else size
+        return max(brief.count if brief else 0, self._most[role], size)
 
     def size(self, role: str) -> int:
         """The number of ranks of a role now. Raises `UsageError` when there is no such role."""
@@ -243,6 +245,8 @@ class Peers:
             self._roles = role_infos(view, self.welcome.roles if self.welcome else ())
             self._views = {role.name: role for role in view.roles}
             self._found, self._whole = {}, {}
+            for name, each in self._roles.items():
+                self._most[name] = max(self._most.get(name, 0), each.world_size)
             listeners = self._updated()
         for listener in listeners:
             listener()

@@ -118,7 +118,7 @@ def parse_job(
 
     `data` has the keys of a job file (see ``docs/job-file.md``). Raises `SpecError` with every fault.
     Scripts, classes and working directories that the spec names must exist; none is imported. Without `here` the job
-    runs in a container, which may have other modules and classes.
+    runs where other modules may be, as in a container.
     """
     job = Section(data, here=here)
     job.known(JOB_KEYS, OF_ROLES)

@@ -95,6 +95,8 @@ def test_a_container_has_unirun_on_its_path_and_its_own_modules(
 ) -> None:
     run.main(["--slurm", "container_image=a:1", "--dry-run", *what])
     assert " --container-image=a:1 unirun --rdzv-id " in capsys.readouterr().out
+    run.main(["--slurm", "nodes=1", "--slurm-setup", "export PYTHONPATH=/apps", "--dry-run", *what])
+    assert what[-1] in capsys.readouterr().out
     if what != ["train.py"]:
         with pytest.raises(SpecError, match="no_such"):
             run.main(["--slurm", "nodes=1", "--dry-run", *what])

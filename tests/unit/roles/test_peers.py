@@ -51,6 +51,16 @@ def test_a_rank_that_a_larger_role_has_got_is_found(peers: Peers) -> None:
         peers.find("actor", 5)
 
 
+def test_a_rank_of_a_role_that_has_grown_and_become_smaller_again_is_over(peers: Peers) -> None:
+    """Open calls to it are settled as lost. An error would keep them, and all that are looked at after them, open."""
+    peers.update(View((role(6, 2),)))
+    peers.update(View((role(5, 3),)))
+    assert (peers.count("actor"), peers.size("actor")) == (6, 5)
+    assert [peers.find("actor", rank).over for rank in range(6)] == [False] * 5 + [True]
+    with pytest.raises(UsageError, match="role actor has no rank 6"):
+        peers.find("actor", 6)
+
+
 def test_the_former_size_of_a_role_is_known(peers: Peers) -> None:
     assert (peers.count("actor"), peers.known("actor").world_size) == (3, 2)
 
