@@ -251,7 +251,8 @@ class Pool:
                 async with asyncio.timeout(self._patience):
                     return await ready.get()
             except TimeoutError:
-                if self._gate.is_shut:
+                # A group may have come at the very end of the time.
+                if self._gate.is_shut and ready.empty():
                     raise QueueTimeout(
                         f"all groups that may be made with version {self._gate.version} are made, and no other version "
                         f"has come for {self._patience:g} s",
