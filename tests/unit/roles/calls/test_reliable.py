@@ -16,8 +16,8 @@ from tests.effort import examples
 from tests.sim.calls.threads import FakeScheduler
 from tests.sim.fake_clock import FakeClock
 from unirun.errors import CallError, ChannelError, EncodingError
-from unirun.roles.calls.caller import LARGE, MAX_RECONNECT_DELAY, ReliableConnection
 from unirun.roles.calls.codec import ACK, GIVE_UP, Request, decode_giving_up, decode_request, encode_address
+from unirun.roles.calls.reliable import LARGE, MAX_RECONNECT_DELAY, ReliableConnection
 from unirun.roles.transport.protocol import Connection, Parcel, Transport
 from unirun.values import WorkerId
 
