@@ -65,8 +65,13 @@ class KeptDocument(Generic[Document]):
         return (*_stamp(self._path), self._loss())
 
     def _loss(self) -> int:
-        """0 as long as the job is known to live, or to be over."""
-        if self._document is None or self._document.phase in ENDED or self._job.alive():
+        """0 as long as the job is known to live, or to have written its end. -1 once it was read that it is lost: that
+        changes no file, and a viewer who has not read it has to be told."""
+        if self._document is None:
+            return 0
+        if self._document.phase == "lost":
+            return -1
+        if self._document.phase in ENDED or self._job.alive():
             return 0
         return 1 + int(time.monotonic() / LOST_SECONDS)
 
@@ -75,7 +80,7 @@ class KeptDocument(Generic[Document]):
         stamp = self.stamp()
         if self._document is None or stamp != self._read_at:
             self._document = self._read(self._job)
-            self._read_at = (*stamp[:2], 0 if self._document.phase in ENDED else stamp[2])
+            self._read_at = (*stamp[:2], self._loss() if self._document.phase in ENDED else stamp[2])
         return self._document
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import http.client
 import json
@@ -14,8 +15,8 @@ import uvicorn
 
 from tests.unit.dashboard.recorded import MARKUP, record, recorded_status
 from tests.waiting import WAIT_TIMEOUT, eventually
-from unirun.dashboard.server import PageServer, listen
-from unirun.dashboard.watching import Jobs
+from unirun.dashboard.server import PageServer, _job_news, listen
+from unirun.dashboard.watching import Jobs, WatchedJob
 from unirun.errors import UsageError
 from unirun.observe.status import write_status
 
@@ -193,6 +194,22 @@ def test_the_loss_of_a_job_that_changes_no_file_comes_by_itself(site: Site) -> N
     while b'"phase":"lost"' not in (line := answer.readline()):
         assert line
     answer.close()
+
+
+def test_two_pages_are_told_of_the_loss_of_a_job() -> None:
+    job = record("job-1", phase="running")
+
+    async def look_twice() -> None:
+        watched = WatchedJob(job)
+        pages = [_job_news(watched) for _ in range(2)]
+        handle = os.open(job.lock, os.O_RDWR)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert ["running" in str(await anext(page)) for page in pages] == [True, True]
+        os.close(handle)
+        # The second look comes after the first has read the status.
+        assert ["lost" in str(await anext(page)) for page in pages] == [True, True]
+
+    asyncio.run(look_twice())
 
 
 def test_metrics_are_read_with_the_token_of_programs(site: Site) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.dashboard.recorded import record, recorded_status
 from unirun.dashboard import watching
-from unirun.dashboard.watching import Jobs, KeptDocument
+from unirun.dashboard.watching import Jobs, KeptDocument, WatchedJob
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import JobStatus, read_status, write_status
 
@@ -55,6 +55,17 @@ def test_a_document_is_read_again_when_its_file_is_another_and_when_the_processe
     assert (kept.get().phase, kept.get().phase, reads.count) == ("lost", "lost", 3)
     write_status(job, recorded_status("job-1", 5, "succeeded"))
     assert (kept.get().phase, kept.get().phase, reads.count) == ("succeeded", "succeeded", 4)
+
+
+def test_every_viewer_sees_the_loss_of_a_job_whoever_reads_it_first() -> None:
+    job = record("job-1", phase="running")
+    watched = WatchedJob(job)
+    with living(job):
+        assert watched.view()["phase"] == "running"
+        seen = watched.stamp()
+    assert watched.view()["phase"] == "lost"
+    assert watched.stamp() != seen
+    assert watched.stamp() == watched.stamp()
 
 
 def test_a_job_that_waits_for_slurm_is_asked_for_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
