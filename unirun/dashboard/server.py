@@ -203,9 +203,9 @@ async def _job_news(job: WatchedJob) -> AsyncIterator[Plain | None]:
             if (now := job.stamp()) != stamp:
                 view = await run_in_threadpool(job.view)
                 change = {"all": view} if not shown else changes(shown, view)
-                events = await run_in_threadpool(job.events_since, number)
+                events, number = await run_in_threadpool(job.events_since, number)
                 news = {"change": change, "events": events if stamp is not None else []}
-                number, shown, stamp = job.events_so_far, view, now
+                shown, stamp = view, now
         except JobError as error:
             yield {"gone": str(error)}
             return

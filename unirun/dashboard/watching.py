@@ -98,8 +98,7 @@ class WatchedJob:
         self._event_tail, self._metric_tail = Tail(job.events), Tail(job.metrics)
         self._book: Book | None = None
         self._step_tail: Tail | None = None
-        self.events_so_far = 0
-        """Events that were read; the number of the next one."""
+        self._events_so_far = 0
 
     def stamp(self) -> tuple[int, ...]:
         """Changes when one of the files has, or the job may be lost. Its first number is the time of the state in ns.
@@ -128,18 +127,23 @@ class WatchedJob:
 
     def events(self) -> Sequence[LoggedEvent]:
         """The events so far, the oldest first."""
+        return self._events_and_their_number()[0]
+
+    def _events_and_their_number(self) -> tuple[Sequence[LoggedEvent], int]:
+        """The events that are kept, and how many there were. Both are of one moment: another viewer may read more."""
         with self._lock:
             for line in self._event_tail.new():
                 with suppress(ValidationError):
                     self._events.append(convert(line, LoggedEvent))
-                    self.events_so_far += 1
-            return tuple(self._events)
+                    self._events_so_far += 1
+            return tuple(self._events), self._events_so_far
 
-    def events_since(self, number: int) -> list[Plain]:
-        """The events from a number on, without their details; at most the latest `SHOWN_EVENTS`."""
-        events = self.events()
-        count = min(max(self.events_so_far - number, 0), len(events), SHOWN_EVENTS)
-        return event_rows(events[len(events) - count :])
+    def events_since(self, number: int) -> tuple[list[Plain], int]:
+        """The events from a number on, without their details, and the number of the next one. At most the latest
+        `SHOWN_EVENTS` are given."""
+        events, so_far = self._events_and_their_number()
+        count = min(max(so_far - number, 0), len(events), SHOWN_EVENTS)
+        return event_rows(events[len(events) - count :]), so_far
 
     def book(self) -> Book:
         """The metrics so far. Raises `JobError`."""
@@ -159,11 +163,12 @@ class WatchedJob:
 
     def overview(self) -> Plain:
         """The job, and its latest events. Raises `JobError`."""
-        return {**self.view(), "events": self.events_since(self.events_so_far - 200)}
+        return {**self.view(), "events": event_rows(self.events()[-200:])}
 
     def event_list(self) -> Plain:
         """The latest events."""
-        return {"events": self.events_since(0), "all": self.events_so_far}
+        events, so_far = self.events_since(0)
+        return {"events": events, "all": so_far}
 
     def failure_list(self) -> Plain:
         """The failures with their diagnoses. Raises `JobError`."""

@@ -9,15 +9,18 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import uvicorn
 
 from tests.unit.dashboard.recorded import MARKUP, record, recorded_status
 from tests.waiting import WAIT_TIMEOUT, eventually
+from unirun.dashboard import server
 from unirun.dashboard.server import PageServer, _job_news, listen
 from unirun.dashboard.watching import Jobs, WatchedJob
 from unirun.errors import UsageError
+from unirun.observe.events import EventLog
 from unirun.observe.status import write_status
 
 
@@ -210,6 +213,43 @@ def test_two_pages_are_told_of_the_loss_of_a_job() -> None:
         assert ["lost" in str(await anext(page)) for page in pages] == [True, True]
 
     asyncio.run(look_twice())
+
+
+class Crowd:
+    """A lock of a job. Whenever it is free, another viewer is the first to read the next of some new events."""
+
+    def __init__(self, watched: WatchedJob, log: EventLog, texts: Iterator[str]) -> None:
+        self._lock, self._watched, self._log, self._texts = threading.Lock(), watched, log, texts
+        self._reads = False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        if not self._reads and (text := next(self._texts, None)):
+            self._reads = True
+            self._log.write("decision", text)
+            self._watched.events()
+            self._reads = False
+
+
+def test_a_page_gets_each_event_once_whoever_reads_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = record("job-1")
+    watched, log = WatchedJob(job), EventLog(job.events, 2)
+    texts = [f"event {number}" for number in range(8)]
+    monkeypatch.setattr(server, "LOOK_SECONDS", 0.0)
+
+    async def shown() -> list[str]:
+        page = _job_news(watched)
+        await anext(page)
+        log.write("decision", texts[0])
+        monkeypatch.setattr(watched, "_lock", Crowd(watched, log, iter(texts[1:])))
+        news = [await anext(page) for _ in range(len(texts) + 1)]
+        return [event["text"] for each in news if each is not None for event in each["events"]]
+
+    with closing(log):
+        assert asyncio.run(shown()) == texts
 
 
 def test_metrics_are_read_with_the_token_of_programs(site: Site) -> None:

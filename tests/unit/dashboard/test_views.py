@@ -106,8 +106,9 @@ def test_a_watched_job_gives_new_events_once_and_sees_a_new_status() -> None:
     job = record("job-1", phase="running")
     watched = WatchedJob(job)
     assert watched.view()["phase"] == "lost"
-    assert len(watched.events_since(0)) == 10
-    assert watched.events_since(watched.events_so_far) == []
+    events, number = watched.events_since(0)
+    assert (len(events), number) == (10, 10)
+    assert watched.events_since(number) == ([], 10)
     write_status(job, recorded_status("job-1", 4, "succeeded"))
     assert watched.view()["phase"] == "succeeded"
 

@@ -81,8 +81,9 @@ class Watching(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 3 * EVENTS))
     def events_since_a_number_are_shown(self, number: int) -> None:
-        shown = [row["text"] for row in self.jobs.find("job-1").events_since(number)]
-        assert shown == self.events[number:][-SHOWN:]
+        rows, so_far = self.jobs.find("job-1").events_since(number)
+        assert [row["text"] for row in rows] == self.events[number:][-SHOWN:]
+        assert so_far == len(self.events)
 
     @rule()
     def metrics_are_shown(self) -> None:
