@@ -5,7 +5,8 @@ python -m experiments.staleness --seeds 0,1,2,3,4 --out staleness.svg
 Each seed has a synchronous trial of `experiments.digits`, and asynchronous ones of several staleness bounds η, with the
 same data, rewards and numbers of steps. Leaves with 1 when those with the decoupled loss are worse than the synchronous
 ones: for each η, the one-sided 95 % bound of the mean difference over the seeds, which are paired, is to stay within
-`MARGIN` (Student's t). The figures are in a JSON file beside the plot. Trials that it has are not run again.
+`MARGIN` (Student's t). The figures are in a JSON file beside the plot. Trials that it has are not run again, and a
+file of trials with other settings is refused.
 """
 
 from __future__ import annotations
@@ -73,6 +74,20 @@ def ages_of(steps: Path) -> dict[str, int]:
     return found
 
 
+def kept_in(place: Path, settings: Sequence[str]) -> dict[str, Any]:
+    """The settings and the figures of a file, or `settings` and no figures if there is no file. Raises `SystemExit` if
+    its trials had other settings."""
+    if not place.exists():
+        return {"settings": [*settings], "seeds": {}}
+    found: dict[str, Any] = json.loads(place.read_text())
+    if found["settings"] != [*settings]:
+        theirs, asked = (" ".join(some) or "the defaults" for some in (found["settings"], settings))
+        raise SystemExit(
+            f"{place} has trials with {theirs}, not with {asked}: give another --out and another --root"
+        )
+    return found
+
+
 def measured(kind: str, seed: str, root: Path, settings: Sequence[str]) -> dict[str, Any]:
     """One trial."""
     name, *own = KINDS[kind]
@@ -117,13 +132,14 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     kept = options.out.with_suffix(".json")
-    figures: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    found = kept_in(kept, options.settings)
+    figures: dict[str, dict[str, Any]] = {}
     for seed in options.seeds.split(","):
-        trials = figures.setdefault(seed, {})
+        figures[seed] = found["seeds"].setdefault(seed, {})
         for kind in KINDS:
-            if kind not in trials:
-                trials[kind] = measured(kind, seed, options.root.absolute(), options.settings)
-                kept.write_text(json.dumps(figures, ensure_ascii=False) + "\n")
+            if kind not in figures[seed]:
+                figures[seed][kind] = measured(kind, seed, options.root.absolute(), options.settings)
+                kept.write_text(json.dumps(found, ensure_ascii=False) + "\n")
     draw(figures, options.out)
     missed = 0
     for kind in KINDS:

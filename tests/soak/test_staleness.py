@@ -43,7 +43,7 @@ def test_with_the_decoupled_loss_staleness_costs_no_more_than_the_margin(tmp_pat
             check=False,
         )
     assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads(plot.with_suffix(".json").read_text())
+    figures = json.loads(plot.with_suffix(".json").read_text())["seeds"]
     for kind, found in figures[SEEDS.partition(",")[0]].items():
         (_, before), *_, (step, after) = found["curve"]
         assert step == 36, kind

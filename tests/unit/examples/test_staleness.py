@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from experiments import staleness
 from experiments.digits import ASKED, BASE, Digits, rows, score, share
-from experiments.staleness import SYNC, accuracy, ages_of, bound, losses_of
+from experiments.staleness import KINDS, SYNC, accuracy, ages_of, bound, losses_of
 
 
 def test_each_prompt_is_trained_on_or_held_out() -> None:
@@ -50,3 +53,55 @@ def test_the_ages_of_all_steps_are_added_up(tmp_path: Path) -> None:
     lines = [{"step": n, "trajectories/staleness_0": n, "trajectories/staleness_1": 1.0} for n in (1, 2)]
     steps.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert ages_of(steps) == {"0": 3, "1": 2}
+
+
+class Trials:
+    """Trials that end at once; those of the seed ``interrupted`` do not go on after the first one."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.plot, self._patch = folder / "staleness.svg", patch
+        self.run: list[tuple[str, str]] = []
+        self.drawn: list[list[str]] = []
+        patch.setattr(staleness, "measured", self._measured)
+        patch.setattr(staleness, "draw", lambda figures, out: self.drawn.append([*figures]))
+
+    def _measured(self, kind: str, seed: str, root: Path, settings: list[str]) -> dict[str, Any]:
+        if self.run and seed == "interrupted":
+            raise KeyboardInterrupt
+        self.run.append((seed, kind))
+        return {"curve": [[0, 0.0], [36, 90.0]], "ages": {}}
+
+    def start(self, *words: str) -> int:
+        """Run the command."""
+        self._patch.setattr(sys, "argv", ["staleness", "--out", str(self.plot), *words])
+        return staleness.main()
+
+
+@pytest.fixture
+def trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trials:
+    return Trials(tmp_path, monkeypatch)
+
+
+def test_trials_that_are_in_the_file_are_not_run_again(trials: Trials) -> None:
+    assert trials.start("--seeds", "0") == 0
+    assert trials.start("--seeds", "0,1") == 0
+    assert trials.run == [(seed, kind) for seed in ("0", "1") for kind in KINDS]
+
+
+def test_a_file_of_trials_with_other_settings_is_refused(trials: Trials) -> None:
+    trials.start("--seeds", "0")
+    with pytest.raises(
+        SystemExit, match=r"staleness\.json has trials with the defaults, not with lr=0\.004: give another"
+    ):
+        trials.start("--seeds", "0", "lr=0.004")
+    assert len(trials.run) == len(KINDS)
+
+
+def test_seeds_that_are_not_asked_for_are_in_no_result(
+    trials: Trials, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        trials.start("--seeds", "interrupted")
+    assert trials.start("--seeds", "1") == 0
+    assert trials.drawn == [["1"]]
+    assert "at most" not in capsys.readouterr().out
