@@ -12,9 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 GAINS = {"sft": 15.0, "ppo": 15.0, "grpo": 15.0, "reward": 5.0, "dpo": 5.0}
 """The minimum gain of each experiment in points."""
@@ -22,8 +25,27 @@ GAINS = {"sft": 15.0, "ppo": 15.0, "grpo": 15.0, "reward": 5.0, "dpo": 5.0}
 LEAST = {"reward": 80.0, "dpo": 80.0}
 """The minimum result of each experiment in percent."""
 
+END_TIMEOUT = 60.0
+"""Seconds in which a trial ends after SIGTERM."""
+
 Curve = list[tuple[int, float]]
 """Steps and percent."""
+
+
+def run(command: Sequence[str], log: IO[str]) -> int:
+    """Run a command. Returns its exit code. SIGTERM to this process ends the command, and this process after it."""
+
+    def leave(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        return process.wait()
+    finally:
+        process.terminate()
+        process.wait(END_TIMEOUT)
+        signal.signal(signal.SIGTERM, before)
 
 
 def trial(name: str, seed: int, root: Path, *settings: str) -> Curve:
@@ -44,7 +66,7 @@ def trial(name: str, seed: int, root: Path, *settings: str) -> Curve:
     log = root / f"{name}-seed{seed}.log"
     root.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
-        code = subprocess.run([str(program), *words], stdout=file, stderr=file, check=False).returncode
+        code = run([str(program), *words], file)
     if code:
         raise SystemExit(f"{name} has ended with {code}: see {log}")
     lines = (root / name / f"seed{seed}" / "evaluations.jsonl").read_text().splitlines()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from experiments import staleness
+from experiments import prove, staleness
 from experiments.digits import ASKED, BASE, Digits, rows, score, share
 from experiments.staleness import KINDS, SYNC, accuracy, ages_of, bound, losses_of
 
@@ -105,3 +107,27 @@ def test_seeds_that_are_not_asked_for_are_in_no_result(
     assert trials.start("--seeds", "1") == 0
     assert trials.drawn == [["1"]]
     assert "at most" not in capsys.readouterr().out
+
+
+def test_sigterm_ends_the_trial_before_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Trial:
+        def __init__(self, command: list[str], **_: Any) -> None: ...
+
+        def wait(self, timeout: float | None = None) -> int:
+            calls.append("wait")
+            if timeout is None:
+                signal.raise_signal(signal.SIGTERM)
+            return 0
+
+        def terminate(self) -> None:
+            calls.append("terminate")
+
+    monkeypatch.setattr(subprocess, "Popen", Trial)
+    before = signal.getsignal(signal.SIGTERM)
+    with (tmp_path / "log").open("w") as log, pytest.raises(SystemExit) as ended:
+        prove.run(["unirun"], log)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert calls == ["wait", "terminate", "wait"]
+    assert signal.getsignal(signal.SIGTERM) == before
