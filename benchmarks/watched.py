@@ -19,8 +19,15 @@ from benchmarks.job import DEADLINE, environment, program
 from unirun import BaseTrainer, BaseWorkload, trainer_invocation
 from unirun.observe.spans import WRITE_INTERVAL, spans
 
-CALLS, FIRST_CALLS, TURNS = 5000, 500, 8
-"""Calls that are measured, those before them, and the turns in which calls with spans and without them are made."""
+CALLS, FIRST_CALLS = 5000, 500
+"""Calls that are measured, and those before them."""
+
+TURNS, TURN_CALLS = 2, 2000
+"""The turns with spans, which are as many as those without, and the calls of each: so many that what two idle processes
+use between turns is below a fiftieth of theirs."""
+
+CALLS_WITH_SPANS = TURNS * TURN_CALLS
+"""The calls of all turns with spans."""
 
 
 class Worker(BaseWorkload):
@@ -72,13 +79,13 @@ class Compare(Measure):
             one.trace(on)
             spans().on = on
             before = time.process_time() + one.used()
-            for _ in range(CALLS // TURNS):
+            for _ in range(TURN_CALLS):
                 one.step()
             # What is kept belongs to these calls: it is written meanwhile.
             time.sleep(2 * WRITE_INTERVAL)
             spent[on] += time.process_time() + one.used() - before
-        calls = CALLS // TURNS * TURNS
-        Path(self.config.result).write_text(json.dumps([spent[on] / calls * 1e6 for on in (True, False)]))
+        times = [spent[on] / CALLS_WITH_SPANS * 1e6 for on in (True, False)]
+        Path(self.config.result).write_text(json.dumps(times))
 
 
 class Page:

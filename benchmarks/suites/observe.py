@@ -33,8 +33,8 @@ from benchmarks.figure import (
 )
 from benchmarks.job import DEADLINE, UNIRUN, environment, program, started, sweep, timed
 from benchmarks.suites.launch import SETTLE, refuse_torch
-from benchmarks.watched import opened
-from unirun.observe.spans import TRACE, Spans
+from benchmarks.watched import CALLS_WITH_SPANS, opened
+from unirun.observe.spans import SPANS, TRACE, Spans
 
 STACKS = Bar("unirun stacks of 64 ranks", "s", 1.0)
 TOP = Bar("unirun top: first frame", "s", 0.3)
@@ -48,7 +48,7 @@ PAGE_MEMORY = Bar("memory of the dashboard, 100 ranks, a page open", "MB", 120.0
 PAGE_CPU = Bar("processor time of the dashboard, 100 ranks, an idle page open", "%", 2.0)
 
 RANKS, PAGE_RANKS = 64, 100
-SPANS = 100_000
+SPANS_THAT_ARE_OFF = 100_000
 
 IDLE_SECONDS = 10.0
 """Seconds in which an idle page is measured."""
@@ -120,9 +120,9 @@ def span_time() -> float:
     """Microseconds of a call of `Spans.write` in a job that is not traced."""
     spans = Spans({})
     began = time.perf_counter()
-    for _ in range(SPANS):
+    for _ in range(SPANS_THAT_ARE_OFF):
         spans.write("call", "actor.update", 0)
-    return (time.perf_counter() - began) / SPANS * 1e6
+    return (time.perf_counter() - began) / SPANS_THAT_ARE_OFF * 1e6
 
 
 def traced(runs: int) -> Figure:
@@ -168,11 +168,20 @@ def run_calls(trainer: str, env: Mapping[str, str], *, watched: bool = False) ->
                 _, said = process.communicate(timeout=DEADLINE)
             if process.returncode != 0:
                 raise BenchmarkError(f"the job ended with {process.returncode}\n{said}")
+            if TRACE in env:
+                require_spans(home)
             return json.loads((home / "result.json").read_text())
         except subprocess.TimeoutExpired as error:
             raise BenchmarkError(f"the job did not end within {DEADLINE:g} s") from error
         finally:
             sweep(home, process.poll)
+
+
+def require_spans(home: Path) -> None:
+    """Raise `BenchmarkError` unless caller and worker have written a span of each call that was made with spans."""
+    counts = [path.read_bytes().count(b"\n") for path in home.rglob(SPANS)]
+    if len(counts) != 2 or min(counts) < CALLS_WITH_SPANS:
+        raise BenchmarkError(f"caller and worker have to write {CALLS_WITH_SPANS} spans each, not {counts}")
 
 
 @contextlib.contextmanager
