@@ -211,7 +211,8 @@ class Move(NamedTuple):
 
 def move_of(found: Sequence[tuple[str, int]]) -> Move:
     """The death of the first server. Its requests run elsewhere when the last one of them has its next chunk from the
-    other server, less the time of a chunk there, which is the median of those that follow."""
+    other server, less the time of a chunk there: the median of the third ones. The second chunk of a request that came
+    early has the prefills of later ones in it."""
 
     async def run() -> Move:
         async with asyncio.timeout(DEADLINE), Answers([url for url, _ in found]) as client:
@@ -228,7 +229,7 @@ def move_of(found: Sequence[tuple[str, int]]) -> Move:
             if not moved or any(each.done() for each in asked):
                 raise BenchmarkError("the server had no request when it died")
             times: dict[tuple[int, ...], list[float]] = {name: [] for name in moved}
-            while any(len(some) < 2 for some in times.values()):
+            while any(len(some) < 3 for some in times.values()):
                 await asyncio.sleep(0.01)
                 times = {name: [] for name in moved}
                 for when, name, rank in client.came:
@@ -237,8 +238,13 @@ def move_of(found: Sequence[tuple[str, int]]) -> Move:
             for each in asked:
                 each.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
-            chunk = statistics.median(second - first for first, second, *_ in times.values())
-            return Move(max(some[0] for some in times.values()) - killed - chunk, chunk)
+            chunk = statistics.median(third - second for _, second, third, *_ in times.values())
+            running = max(some[0] for some in times.values()) - killed - chunk
+            if running <= 0:
+                raise BenchmarkError(
+                    f"requests run elsewhere {-running:.3f} s before the death: a chunk took {chunk:.3f} s"
+                )
+            return Move(running, chunk)
 
     return asyncio.run(run())
 
