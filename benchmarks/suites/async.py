@@ -150,9 +150,10 @@ def _trial(side: str) -> float:
 def _routing() -> float:
     """Microseconds of the processor for each of 5 000 requests, of which one ends as the next one begins."""
     loads = [Load(Engine(rank, 0, f"http://host:{rank}", True), 10_000 // 64, rank) for rank in range(64)]
+    prompts = [hash((1, 2, 3, turn)) for turn in range(5_000)]
     began = time.process_time()
-    for turn in range(5_000):
-        chosen = choose(loads, (), 0.0)
+    for turn, prompt in enumerate(prompts):
+        chosen = choose(loads, (), 0.0, prompt=prompt)
         assert isinstance(chosen, Engine)
         loads[chosen.rank] = begun(loads[chosen.rank], turn, 100)
         loads[turn % 64] = ended(loads[turn % 64], None, 0.0, 100)

@@ -21,7 +21,8 @@ MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 2.0
 
 PREFIX_LOAD = 1.1
 """Requests in flight to the engine that equal prompts are sent to, divided by those to the engine with the fewest, up
-to which it gets another one. With less than ten to each, all are spread evenly."""
+to which it gets another one. Those of one client count: with less than ten of these to each engine, all of them are
+spread evenly, whatever other clients send."""
 
 Policy = Literal["round_robin", "least_requests", "least_token_usage"]
 """The rule by which the engine for a request is chosen: the one whose turn is longest ago, the one with the fewest
