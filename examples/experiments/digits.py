@@ -1,4 +1,4 @@
-"""A task that a network of 15 000 parameters learns in a minute: the last of some digits, one higher.
+"""A task that a network of 14 000 parameters learns in a minute: the last of some digits, one higher.
 
 ``2012=`` is answered with ``3``, and ``2013=`` with ``0``: digits are from 0 to 3. The reward is the share of the two
 tokens, the digit and the end, that are right. There is an asynchronous experiment, and a synchronous one with the same
@@ -66,7 +66,7 @@ class Digits:
 
 
 def rows(*, held_out: bool) -> list[dict[str, Any]]:
-    """The prompts that are trained on, or a fifth of all that is not."""
+    """The prompts that are trained on, or those that are not, a quarter of all."""
     texts = map("".join, product("0123", repeat=ASKED))
     return [
         {"prompt": f"{text}=", "answer": str((int(text[-1]) + 1) % BASE)}
