@@ -19,7 +19,7 @@ WEIGHTS: Final = "weights"
 
 
 Origin = tuple[WorkerId, int]
-"""A publisher, and the number of its layout: another one after each withdrawal."""
+"""A publisher, and how often it has withdrawn: its versions since then are of one state."""
 
 
 class Describe(Value, tag=True):
@@ -31,12 +31,13 @@ class Describe(Value, tag=True):
 
 class Described(Value, tag=True):
     """The `layout` with this `number`, and where in a block the pieces of each tensor are, in bytes. `device`: they are
-    in memory of a device."""
+    in memory of a device. `withdrawals`: how often the publisher has withdrawn."""
 
     number: int
     layout: Layout
     offsets: dict[str, tuple[int, ...]]
     device: bool = False
+    withdrawals: int = 0
 
 
 class Fetch(Value, tag=True):

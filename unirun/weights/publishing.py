@@ -447,6 +447,7 @@ class Publisher:
         self._lock = threading.RLock()
         self._blocks = Blocks()
         self._current: _Version | None = None
+        self._withdrawals = 0
         # Requests that cannot be answered yet, and when their time is over.
         self._waiting: list[tuple[Describe | Peek | Fetch, Reply, float]] = []
         self._sent = 0
@@ -485,6 +486,7 @@ class Publisher:
         The next one has a layout of its own. So a receiver that has parts of other ranks, from before, asks all anew.
         """
         with self._lock:
+            self._withdrawals += 1
             if self._current is not None:
                 self._current.end()
                 self._current = None
@@ -566,7 +568,7 @@ class Publisher:
                 # It was withdrawn a moment ago.
                 self.handle(request, reply)
                 return
-            packing, device = current.packing, current.block.device
+            packing, device, withdrawals = current.packing, current.block.device, self._withdrawals
             on_device = device is not None and isinstance(request, Fetch) and request.device
             source = current.block if on_device else current.host
             reader = ""
@@ -578,9 +580,8 @@ class Publisher:
                     reader = f"{reader} {self._sent}"
                 (source or current.block).readers.add(reader)
         if isinstance(request, Describe):
-            reply(
-                Parcel(encode(Described(packing.number, packing.layout, packing.offsets, device is not None)))
-            )
+            number, layout, offsets = packing.number, packing.layout, packing.offsets
+            reply(Parcel(encode(Described(number, layout, offsets, device is not None, withdrawals))))
         elif isinstance(request, Peek) or not reader:
             reply(Parcel(encode(Fetched(current.version, packing.number, current.block.number))))
         elif request.link or source is None:

@@ -72,11 +72,6 @@ class FetchResult(Value):
         return not self.fetched.handle and all(view.is_cpu for view in self.views)
 
 
-def _origins(sources: Sequence[RemoteSource]) -> list[Origin]:
-    """All publishers of a version, with the numbers of their layouts."""
-    return [(source.who, source.packing.number) for source in sources if source.packing is not None]
-
-
 def leases(found: Sequence[FetchResult]) -> list[tuple[RemoteSource, int]]:
     """The blocks that are lent to this process."""
     return [(got.source, got.fetched.block) for got in found if got.source.here]
@@ -169,13 +164,10 @@ class Receiver:
                 for source in sources:
                     source.describe(None)
                 continue
-            at_least, done = self._take(sources, takes, at_least, target, _origins(sources))
+            origins = [source.origin for source in sources]
+            at_least, done = self._take(sources, takes, at_least, target, origins)
             if done:
                 return at_least
-            if any(source.packing is None for source in sources):
-                # The one that has another layout may have withdrawn its version, and then so have all.
-                for source in sources:
-                    source.describe(None)
 
     def borrow(
         self, sources: Sequence[RemoteSource], at_least: int, deadline: float
@@ -206,7 +198,7 @@ class Receiver:
         if file is None:
             return None
         self.last = [FetchResult(lender, lender, takes, said, mapped, mapped.views(takes))]
-        self._hold(said.version, self.last, deadline, _origins(sources), keeps=True)
+        self._hold(said.version, self.last, deadline, [source.origin for source in sources], keeps=True)
         return said.version, file
 
     def _lender(self, sources: Sequence[RemoteSource]) -> RemoteSource | None:
@@ -286,13 +278,23 @@ class Receiver:
         return found
 
     def _describe(self, sources: Sequence[RemoteSource], deadline: float) -> bool:
-        """Learn the layouts that are not known yet. Returns whether these are all."""
-        new = [source for source in sources if source.packing is None]
-        asked = [source.ask(Describe(self._channel, self._left(deadline))) for source in new]
-        for source, future in zip(new, asked, strict=True):
-            said, _ = self._said(source, future, Described, deadline)
-            source.describe(Packing(shared(said.layout), said.number, said.offsets), on_device=said.device)
-        return len(new) == len(sources)
+        """Learn the layouts of all when one is not known: the others may have withdrawn theirs, also one from which
+        this process takes nothing. Returns whether they were asked."""
+        fresh = False
+        while any(source.packing is None for source in sources):
+            fresh = True
+            asked = [source.ask(Describe(self._channel, self._left(deadline))) for source in sources]
+            answers = [self._said(*each, Described, deadline)[0] for each in zip(sources, asked, strict=True)]
+            # Those that answered first may have withdrawn before the others answered.
+            asked = [source.peek(None) for source in sources]
+            now = [self._said(*each, Fetched, deadline)[0] for each in zip(sources, asked, strict=True)]
+            for source, said, peeked in zip(sources, answers, now, strict=True):
+                if peeked.layout != said.number:
+                    source.describe(None)
+                elif source.packing is None or source.packing.number != said.number:
+                    packing = Packing(shared(said.layout), said.number, said.offsets)
+                    source.describe(packing, on_device=said.device, withdrawals=said.withdrawals)
+        return fresh
 
     def _planned(self, sources: Sequence[RemoteSource], mine: Layout) -> Mapping[int, tuple[NamedBox, ...]]:
         known = [(source.who, source.packing) for source in sources if source.packing is not None]
@@ -352,7 +354,7 @@ class Receiver:
                     ]
             self._holder.got(
                 [
-                    ((got.origin.who, got.fetched.layout), got.fetched.version, got.copy)
+                    (got.origin.origin, got.fetched.version, got.copy)
                     for got in found
                     if isinstance(got.copy, Sent) and got.lasts
                 ]
@@ -415,9 +417,7 @@ class Receiver:
                 if other is not None:
                     asked[-1] = (
                         other,
-                        other.fetch_parts(
-                            fetched.version, takes, self._left(soon), origin=(origin.who, fetched.layout)
-                        ),
+                        other.fetch_parts(fetched.version, takes, self._left(soon), origin=origin.origin),
                     )
         found = []
         for (origin, fetched, _, takes), waiting in zip(later, asked, strict=True):

@@ -157,6 +157,8 @@ class RemoteSource:
         self.packing: Packing | None = None
         self.on_device = False
         """True if its weights are in memory of a device."""
+        self.withdrawals = 0
+        """The times that it has withdrawn, as far as is known."""
         self.device: DeviceInterface | None = None
         """The device of the reader's tensors, if it can reach memory of the publisher's device."""
         self._unreachable = False
@@ -172,6 +174,11 @@ class RemoteSource:
     def who(self) -> WorkerId:
         """The process."""
         return self.line.who
+
+    @property
+    def origin(self) -> Origin:
+        """The origin of its versions."""
+        return self.who, self.withdrawals
 
     def use(self, device: DeviceInterface | None) -> None:
         """The tensors of the reader are on this device."""
@@ -321,9 +328,9 @@ class RemoteSource:
         """Say that the block is not needed any more."""
         return self.ask(Release(self._channel, self._reader, block))
 
-    def describe(self, packing: Packing | None, *, on_device: bool = False) -> None:
+    def describe(self, packing: Packing | None, *, on_device: bool = False, withdrawals: int = 0) -> None:
         """Set where tensors are in the publisher's memory; None when that is not known any more."""
-        self.packing, self.on_device = packing, on_device
+        self.packing, self.on_device, self.withdrawals = packing, on_device, withdrawals
         self._mapped.clear()
 
     def close(self) -> None:

@@ -3,12 +3,14 @@ state of the publishers. Versions of several states have the same number, as pub
 
 from __future__ import annotations
 
+import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from tests.effort import examples
-from tests.unit.weights.test_histories import ROWS, Channel, Tensors, content, same
+from tests.unit.weights.test_histories import PUBLISHERS, RANK, ROWS, Channel, Tensors, content, cut, same
 from unirun.errors import PeerLost, WeightsTimeout
 from unirun.weights.tensors import LocalShard, Piecewise
 
@@ -48,6 +50,24 @@ class HeldVersions(RuleBasedStateMachine):
         self.channel.die()
         self.channel.begin_anew(0, 1)
 
+    @rule(rank=RANK)
+    def one_begins_anew(self, rank: int) -> None:
+        """The other one goes back to the same state."""
+        self.channel.job.dies(self.channel.job.workers["actor", rank])
+        self.channel.start_publisher(rank)
+        self.channel.withdraw()
+
+    @rule(rank=RANK)
+    def one_changes_its_layout(self, rank: int) -> None:
+        """It has one more tensor, in this version alone."""
+        channel = self.channel
+        channel.publish(1 - rank)
+        version = channel.latest[1 - rank]
+        tensors = cut(content(channel.epoch, version), rank, HALF) | {"more": torch.zeros(1)}
+        channel.publishers[rank].publish(tensors, version)
+        channel.latest[rank] = version
+        channel.versions.append((channel.epoch, version))
+
     @rule(rank=st.sampled_from(HOLDERS))
     def receive(self, rank: int) -> None:
         channel, reader = self.channel, self.channel.readers[rank]
@@ -79,6 +99,19 @@ class HeldVersions(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.receive_late()
         self.channel.job.close()
+
+
+@pytest.mark.parametrize("rank", PUBLISHERS)
+def test_one_that_withdraws_last_is_asked_again(rank: int) -> None:
+    """A receiver that takes nothing from it asks while it has not withdrawn yet, and another receiver asks later."""
+    held = HeldVersions()
+    held.begins()
+    held.publish()
+    held.channel.publishers[rank].withdraw()
+    held.channel.job.meanwhile.extend([*[lambda: None] * 4, held.channel.withdraw])
+    for reader in reversed(HOLDERS):
+        held.receive(reader)
+    held.teardown()
 
 
 TestHeldVersions = HeldVersions.TestCase
