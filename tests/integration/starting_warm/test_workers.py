@@ -89,7 +89,7 @@ OF_THE_JOB = re.compile(
 NAMED = {
     "environment": OF_THE_JOB,
     # The stack of a fork begins in the warm process.
-    "call stack": re.compile(r"\+process\.py: (lend|main)|-spawner\.py: main"),
+    "call stack": re.compile(r"\+process\.py: (lend|serve|main)|-spawner\.py: main"),
     # What the kernel shows is what the process that was forked was started with: the warm one.
     "environment in proc": re.compile(r"[+-]\w+"),
     # As of any two workers of one spawner: all forks of one process salt alike.

@@ -323,11 +323,13 @@ class TestModules:
         assert "tests_beside" in sys.modules
 
     def test_a_file_in_a_package_has_the_name_by_which_others_import_it(self, tmp_path: Path) -> None:
-        package = tmp_path / "experiments"
+        package = tmp_path / "tests_package"
         package.mkdir()
         (package / "three.py").write_text(REGISTERS.format("tests-three"))
-        import_modules(["./experiments/three.py", "experiments.three", "experiments/three"], str(tmp_path))
-        assert "experiments.three" in sys.modules
+        import_modules(
+            ["./tests_package/three.py", "tests_package.three", "tests_package/three"], str(tmp_path)
+        )
+        assert "tests_package.three" in sys.modules
         assert "three" not in sys.modules
 
     def test_a_file_that_is_not_there_is_told(self, tmp_path: Path) -> None:
