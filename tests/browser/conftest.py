@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,10 +37,14 @@ RECORDED = (1_000, 10_000)
 
 @pytest.fixture(scope="session")
 def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unirun]:
-    """The command, with a job that has finished, one that has failed, and recorded jobs of many ranks."""
+    """The command, with a job that has finished, one that has failed, each that of a trial, and recorded jobs of many
+    ranks."""
     with command_in(tmp_path_factory.mktemp("browser")) as made:
         for name, steps, fails, code in (("ppo-finished", 100, -1, 0), ("ppo-failing", 200, 60, 1)):
             assert start(made, name, steps, fails).end().code == code
+            trial = made.home / "experiments/ppo" / name.removeprefix("ppo-")
+            trial.mkdir(parents=True)
+            (trial / "job.json").write_text(json.dumps({"run_id": name}))
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("UNIRUN_HOME", str(made.home))
             for ranks in RECORDED:

@@ -136,6 +136,33 @@ def test_logs_are_searched_and_markup_in_them_is_text(visit: Open) -> None:
     assert page.text_content("mark") == "step 40"
 
 
+def test_a_log_is_followed(running: Running, visit: Open) -> None:
+    running.lines("step 20")
+    made = visit()
+    made.view("job", "ppo-running", "logs")
+    page = made.page
+    page.wait_for_selector("pre[aria-label=Log] >> text=/step 20/")
+    assert page.get_by_role("button", name="Follow").get_attribute("aria-pressed") == "true"
+    shown = (page.text_content("pre[aria-label=Log]") or "").count("step ")
+    page.wait_for_function(
+        "shown => document.querySelector('pre[aria-label=Log]').textContent.split('step ').length > shown + 2",
+        arg=shown,
+    )
+
+
+def test_trials_of_experiments_lead_to_their_jobs(visit: Open) -> None:
+    made = visit()
+    made.page.wait_for_selector("text=ppo-finished")
+    made.page.screenshot(path=PICTURES / "dashboard-jobs.png")
+    made.view("experiments")
+    row = made.page.locator("tr", has_text="failing")
+    assert "failed" in (row.text_content() or "")
+    made.page.screenshot(path=PICTURES / "dashboard-experiments.png")
+    row.get_by_role("link", name="ppo-failing").click()
+    made.page.wait_for_function("location.hash.startsWith('#/job/ppo-failing/metrics')")
+    made.page.wait_for_selector("main canvas")
+
+
 def test_a_report_shows_the_same_from_a_file(visit: Open, command: Unirun, tmp_path: Path) -> None:
     assert command("report", "ppo-failing", "-o", tmp_path / "report.html").code == 0
     made = visit(url=f"file://{tmp_path}/report.html")
