@@ -42,7 +42,7 @@ KEY_TIMEOUT = timedelta(seconds=10)
 # The interruption of a user's function that runs in the main thread, whatever it waits for, when a peer is lost.
 
 INTERRUPT = signal.SIGRTMIN + 7
-"""The signal that interrupts a function in the main thread. Nobody else uses it, and its number says nothing."""
+"""The signal that interrupts a function in the main thread. Any signal that is free would do."""
 
 INTERRUPT_RETRY_INTERVAL = 0.05
 """Seconds between two signals to the main thread, until the function that runs there has noticed its interruption."""

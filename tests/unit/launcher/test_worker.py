@@ -28,20 +28,26 @@ WORK = 50_000
 """Rounds of a key derivation, without the GIL: some tens of milliseconds."""
 
 
+def working(done: list[bytes]) -> threading.Thread:
+    """A thread that computes without the GIL, and takes it at the end to add to `done`."""
+    began = threading.Event()
+
+    def work() -> None:
+        began.set()
+        done.append(hashlib.pbkdf2_hmac("sha256", b"a", b"b", WORK))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    began.wait(WAIT_TIMEOUT)
+    return thread
+
+
 class TestTheEnd:
     def test_a_worker_waits_at_exit_for_a_working_thread_that_takes_the_gil(self) -> None:
         import torch  # noqa: F401 - threads of others are not waited for
 
         done: list[bytes] = []
-        began = threading.Event()
-
-        def work() -> None:
-            began.set()
-            done.append(hashlib.pbkdf2_hmac("sha256", b"a", b"b", WORK))
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        began.wait(WAIT_TIMEOUT)
+        thread = working(done)
         wait_for_threads(limit=30)
         ended = bool(done)
         thread.join()
@@ -72,15 +78,7 @@ class TestTheEnd:
             monkeypatch.setattr(module, "destroy_process_group", destroy_process_group)
         monkeypatch.setattr(worker, "wait_for_threads", partial(wait_for_threads, limit=30))
         child.end_groups_when_idle()
-        began = threading.Event()
-
-        def work() -> None:
-            began.set()
-            done.append(hashlib.pbkdf2_hmac("sha256", b"a", b"b", WORK))
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        began.wait(WAIT_TIMEOUT)
+        thread = working(done)
         distributed.destroy_process_group()
         thread.join()
         assert ended == [True]

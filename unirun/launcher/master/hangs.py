@@ -1,8 +1,8 @@
 """The master's side of hangs: the questions to the agents of a role with a late rank. The steps of a role that runs
 again, and stragglers.
 
-None of it is an event of the master's state machine but the wish to move a straggler, and nothing is stored: another
-master is told again.
+Only the wish to move a straggler is an event of the master's state machine. Nothing is stored: agents and ranks report
+to the next master anew.
 """
 
 from __future__ import annotations

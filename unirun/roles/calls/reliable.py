@@ -69,7 +69,7 @@ class ReliableConnection:
         return True
 
     def forget(self, call: Call, *, lost: bool = False) -> None:
-        """Do not send a call again; its answer is acked and dropped. Whoever made it may change its arguments."""
+        """Do not send a call again; its answer is acked and dropped. The caller may change its arguments."""
         connection = self._connection
         if self._parts.pop(call.seq, None) is not None and connection is not None:
             connection.keep()
@@ -96,7 +96,7 @@ class ReliableConnection:
             connection.close()
 
     def _connect(self) -> None:
-        """Connect, and send all open calls in the order in which they were sent before; later, if nobody answers."""
+        """Connect, and send all open calls in the order in which they were sent; later, if there is no connection now."""
         try:
             self._connection = self._transport.connect(
                 self.address, self._endpoint, lambda reason: self._scheduler.soon(self._broke)
