@@ -96,7 +96,7 @@ class ReliableConnection:
             connection.close()
 
     def _connect(self) -> None:
-        """Connect, and send all open calls in the order in which they were sent; later, if there is no connection now."""
+        """Connect, and send all open calls in the order in which they were sent; later, if there is no answer."""
         try:
             self._connection = self._transport.connect(
                 self.address, self._endpoint, lambda reason: self._scheduler.soon(self._broke)
