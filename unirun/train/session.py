@@ -103,7 +103,7 @@ class Session:
         self._deterministic: bool | None = None
         self._datasets, self._writer, self._resume = dict(datasets or {}), writer, resume
         self._now, self._wall, self._tell = now, wall, tell
-        self._told, self._untold = -math.inf, dict[str, float]()
+        self._told, self._untold = -math.inf, dict[str, Any]()
         self._shards: dict[str, Shard] = {}
         self._options: dict[str, dict[str, Any]] = {}
         self._adopted: list[tuple[DataLoader[Any], Loader]] = []
@@ -136,10 +136,7 @@ class Session:
             self._waited = waited
         self._last = now
         page().step(self._next.number)
-        self._untold = {"training_iteration": float(self._next.number), **_numbers(values)}
-        if now >= self._told + METRICS_INTERVAL:
-            self._tell_metrics()
-            self._told = now
+        self._untold = {"training_iteration": self._next.number, **values}
         pending = self._writer.reported(values) if self._writer is not None else None
         with self._changed:
             while len(self._reports) >= AHEAD and not self._interrupted:
@@ -149,9 +146,12 @@ class Session:
             self._reports.append(replace(self._next, metrics=values, pending=pending))
             self._next = replace(self._next, number=self._next.number + 1, outline={})
             self._changed.notify_all()
+        if now >= self._told + METRICS_INTERVAL:
+            self._tell_metrics()
+            self._told = now
 
     def _tell_metrics(self) -> None:
-        told, self._untold = self._untold, {}
+        told, self._untold = _numbers(self._untold), {}
         # Without its agent the rank has other troubles than this.
         with contextlib.suppress(UnirunError):
             self._tell(told)
@@ -397,6 +397,8 @@ def _shown(options: Mapping[str, Any]) -> str:
 def _plain(name: str, value: Any) -> Any:
     """A copy of a metric, as the function goes on: tensors and arrays of one element as numbers, others in the memory
     of the host. Raises `EncodingError` for one that cannot be sent."""
+    if type(value) in (float, int, str):
+        return value
     return mapped(lambda leaf: _number_or_copy(leaf, name), value)
 
 

@@ -159,6 +159,8 @@ def number(value: object) -> int | float | None:
 
     nan and the infinities are numbers here. An int that no float can hold is none.
     """
+    if type(value) is float:
+        return value
     with contextlib.suppress(Exception):  # more than one element, a signalling Decimal, a foreign `item`
         if not isinstance(value, int | float) and hasattr(value, "item"):
             value = value.item()
@@ -171,6 +173,8 @@ def number(value: object) -> int | float | None:
 
 def text(value: object) -> str:
     """Return ``str(value)``, with characters that UTF-8 does not have (lone surrogates, as in paths) escaped."""
+    if type(value) is str and value.isascii():
+        return value
     shown = f"<{type(value).__qualname__}>"
     with contextlib.suppress(Exception):
         shown = str(value)
@@ -182,15 +186,17 @@ def flat(result: Mapping[Any, Any]) -> dict[str, Any]:
     return dict(_leaves(result, "", ()))
 
 
-def _leaves(value: Any, name: str, within: tuple[int, ...]) -> list[tuple[str, Any]]:
+def _leaves(value: Mapping[Any, Any], prefix: str, within: tuple[int, ...]) -> list[tuple[str, Any]]:
     """`within` has the identities of the dicts around `value`, which ends a circle."""
-    if isinstance(value, Mapping) and id(value) not in within and len(within) < _DEEPEST:
-        inside, prefix = (*within, id(value)), f"{name}/" if within else ""
-        with contextlib.suppress(Exception):
-            return [
-                leaf for key, item in value.items() for leaf in _leaves(item, f"{prefix}{text(key)}", inside)
-            ]
-    return [(name, value)]
+    inside, found = (*within, id(value)), list[tuple[str, Any]]()
+    for key, item in value.items():
+        name = prefix + text(key)
+        if isinstance(item, Mapping) and id(item) not in inside and len(inside) < _DEEPEST:
+            with contextlib.suppress(Exception):
+                found += _leaves(item, f"{name}/", inside)
+                continue
+        found.append((name, item))
+    return found
 
 
 def numbers(result: Mapping[Any, Any]) -> dict[str, int | float]:
