@@ -136,9 +136,11 @@ class RolloutWorkerProcess(BaseWorkload):
         folder.mkdir(exist_ok=True)
         return folder
 
-    def completer(self) -> Completer:
-        """The generation servers."""
+    async def completer(self) -> Completer:
+        """The generation servers, once one is ready. The first start of a server may take longer than a request, and
+        its role has a limit for that."""
         client = EngineClient(SERVERS)
+        await client.ready()
         return EngineCompleter(
             client,
             timeout=self._mine.rollout_request_timeout,
@@ -160,7 +162,7 @@ class RolloutWorkerProcess(BaseWorkload):
             self._leave(error)
 
     async def _roll(self) -> None:
-        pool = self._pool()
+        pool = self._pool(await self.completer())
         # A worker that was started again does not begin with the same prompts.
         seed = self._mine.base_seed * 1000 + self.master_handle.context.incarnation
         source = prompts(self._dataset, self._tokenizer, self.rank, self.world_size, seed)
@@ -170,11 +172,11 @@ class RolloutWorkerProcess(BaseWorkload):
         finally:
             telling.cancel()
 
-    def _pool(self) -> Pool:
+    def _pool(self, completer: Completer) -> Pool:
         env, agent = self._mine.env, self._agent
         make = ENVIRONMENTS.find(env.type_)
         return Pool(
-            self.completer(),
+            completer,
             self._run,
             group_size=getattr(agent, "group_size", 1),
             batch=self._manager.train_batch_size,

@@ -304,6 +304,13 @@ class EngineClient:
                 known = found
                 yield known
 
+    async def ready(self) -> None:
+        """Wait until an engine is ready. A load of large weights may take longer than the `timeout` of a request."""
+        with page().awaiting(asyncio.get_running_loop()):
+            async for engines in self.changes():
+                if any(each.ready for each in engines):
+                    return
+
     async def complete(
         self,
         prompt: str | Sequence[int] | Sequence[str],

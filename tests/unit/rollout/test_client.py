@@ -273,6 +273,20 @@ def test_requests_wait_for_an_engine() -> None:
     play(1, story)
 
 
+def test_a_program_waits_for_the_first_engine_that_is_ready_and_its_requests_have_all_of_their_time() -> None:
+    async def story(engines: Engines) -> None:
+        engines.tell(False, False)
+        async with engines.client() as client:
+            waiting = asyncio.create_task(client.ready())
+            engines.tell(False, False, incarnation=1)
+            assert not (await asyncio.wait({waiting}, timeout=0.05))[0]
+            engines.tell(False, True, incarnation=1)
+            await asyncio.wait_for(waiting, WAIT_TIMEOUT)
+            assert (await client.generate([1], max_tokens=1)).engine.rank == 1
+
+    play(2, story)
+
+
 def test_a_wrong_request_is_an_error_at_once_with_the_words_of_the_server() -> None:
     async def story(engines: Engines) -> None:
         async with engines.client() as client:

@@ -113,7 +113,7 @@ class Rolling(RolloutWorkerProcess):
             [DatasetAbstraction("prompt", {"rows": rows})],
         ), GserverManager(actor, 1, "round_robin", ETA, BATCH, 10, 8)
 
-    def completer(self) -> Completer:
+    async def completer(self) -> Completer:
         """See there."""
         return Memory(version_file(self.config), self.rank == 0 and unirun.init().incarnation == 0)
 
@@ -137,9 +137,9 @@ class Many(Rolling):
         agent = AgentAbstraction("rolling-fifty")
         return dataclasses.replace(worker, agent=agent, rollout_request_timeout=3600), many
 
-    def completer(self) -> Completer:
+    async def completer(self) -> Completer:
         """Those of every rollout worker."""
-        return RolloutWorkerProcess.completer(self)
+        return await RolloutWorkerProcess.completer(self)
 
 
 class Consumer(unirun.BaseWorkload):
