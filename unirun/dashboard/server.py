@@ -158,10 +158,12 @@ class PageServer:
             job = await run_in_threadpool(self._jobs.find, request.path_params["job"])
         except JobError as error:
             return PlainTextResponse(str(error), 404)
-        return self._stream(_job_news(job))
+        # A browser that connects again names the last news that it has got.
+        after = request.headers.get("last-event-id") or request.query_params.get("after", "")
+        return self._stream(_job_news(job, int(after) if after.isdecimal() else 0))
 
-    def _stream(self, news: AsyncIterator[Plain | None]) -> Response:
-        """Server-sent events until the server ends; None is nothing new."""
+    def _stream(self, news: AsyncIterator[dict[str, Any] | None]) -> Response:
+        """Server-sent events until the server ends; None is nothing new. A ``number`` is the id of the event."""
 
         async def lines() -> AsyncIterator[str]:
             said = time.monotonic()
@@ -169,6 +171,8 @@ class PageServer:
                 if self._uvicorn is not None and self._uvicorn.should_exit:
                     return
                 if each is not None:
+                    if "number" in each:
+                        yield f"id: {each['number']}\n"
                     yield f"data: {json.dumps(each, separators=(',', ':'))}\n\n"
                 elif time.monotonic() - said > KEEPALIVE_SECONDS:
                     yield ":\n\n"
@@ -178,7 +182,7 @@ class PageServer:
 
         return StreamingResponse(lines(), media_type="text/event-stream")
 
-    async def _list_news(self) -> AsyncIterator[Plain | None]:
+    async def _list_news(self) -> AsyncIterator[dict[str, Any] | None]:
         shown: Any = None
         while True:
             jobs = await run_in_threadpool(self._jobs.summaries)
@@ -190,21 +194,20 @@ class PageServer:
 Query = dict[str, str]
 
 
-async def _job_news(job: WatchedJob) -> AsyncIterator[Plain | None]:
-    """The news of a job: the whole of it at first, then changes and new events."""
+async def _job_news(job: WatchedJob, number: int) -> AsyncIterator[dict[str, Any] | None]:
+    """The news of a job: the whole of it at first, then changes; and its events from a number on."""
     stamp: Any = None
     shown: Plain = {}
-    number = 0
     while True:
         began = time.monotonic()
-        news: Plain | None = None
+        news: dict[str, Any] | None = None
         try:
             # In this thread: a look at a job in which nothing happens has to cost little.
             if (now := job.stamp()) != stamp:
                 view = await run_in_threadpool(job.view)
                 change = {"all": view} if not shown else changes(shown, view)
                 events, number = await run_in_threadpool(job.events_since, number)
-                news = {"change": change, "events": events if stamp is not None else []}
+                news = {"change": change, "events": events, "number": number}
                 shown, stamp = view, now
         except JobError as error:
             yield {"gone": str(error)}

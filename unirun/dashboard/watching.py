@@ -162,8 +162,9 @@ class WatchedJob:
     # The contents of the parts of the page.
 
     def overview(self) -> Plain:
-        """The job, and its latest events. Raises `JobError`."""
-        return {**self.view(), "events": event_rows(self.events()[-200:])}
+        """The job, its latest events, and the number of all. Raises `JobError`."""
+        events, so_far = self._events_and_their_number()
+        return {**self.view(), "events": event_rows(events[-200:]), "all": so_far}
 
     def event_list(self) -> Plain:
         """The latest events."""

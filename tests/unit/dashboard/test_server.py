@@ -10,6 +10,8 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from http.client import HTTPResponse
+from typing import Any
 
 import pytest
 import uvicorn
@@ -170,21 +172,42 @@ def test_the_page_is_small_and_asks_no_other_host(site: Site) -> None:
     assert not [text for text in texts if 'src="http' in text or 'href="http' in text or "url(http" in text]
 
 
+def news_of(answer: HTTPResponse) -> dict[str, Any]:
+    """The next news of a stream."""
+    while not (found := answer.readline()).startswith(b"data: "):
+        assert found
+    return dict(json.loads(found.removeprefix(b"data: ")))
+
+
 def test_what_changes_comes_by_itself(site: Site) -> None:
     job = record("job-1", phase="running")
     answer = site.connect("/api/jobs/job-1/live", cookie=site.enter())
     assert answer.getheader("content-type", "").startswith("text/event-stream")
-
-    def next_news() -> dict[str, object]:
-        while not (found := answer.readline()).startswith(b"data: "):
-            assert found
-        return dict(json.loads(found.removeprefix(b"data: ")))
-
-    assert "all" in str(next_news())
+    assert "all" in str(news_of(answer))
     write_status(job, recorded_status("job-1", 4, "succeeded"))
-    news = next_news()
+    news = news_of(answer)
     assert "succeeded" in json.dumps(news["change"])
     answer.close()
+
+
+def test_a_page_that_connects_again_gets_the_events_from_then_on(site: Site) -> None:
+    job = record("job-1", phase="running")
+    cookie = site.enter()
+    with closing(EventLog(job.events, 2)) as log:
+        log.write("decision", "before the page")
+        _, overview = site.ask("/api/jobs/job-1", cookie=cookie)
+        number = json.loads(overview)["all"]
+        log.write("decision", "before it connects")
+        answer = site.connect(f"/api/jobs/job-1/live?after={number}", cookie=cookie)
+        assert answer.readline() == b"id: %d\n" % (number + 1)
+        assert [each["text"] for each in news_of(answer)["events"]] == ["before it connects"]
+        answer.close()
+        log.write("decision", "while it sleeps")
+        answer = site.connect(
+            f"/api/jobs/job-1/live?after={number}", cookie=cookie, last_event_id=str(number + 1)
+        )
+        assert [each["text"] for each in news_of(answer)["events"]] == ["while it sleeps"]
+        answer.close()
 
 
 def test_the_loss_of_a_job_that_changes_no_file_comes_by_itself(site: Site) -> None:
@@ -192,10 +215,10 @@ def test_the_loss_of_a_job_that_changes_no_file_comes_by_itself(site: Site) -> N
     handle = os.open(job.lock, os.O_RDWR)
     fcntl.flock(handle, fcntl.LOCK_EX)
     answer = site.connect("/api/jobs/job-1/live", cookie=site.enter())
-    assert b'"phase":"running"' in answer.readline()
+    assert '"phase": "running"' in json.dumps(news_of(answer))
     os.close(handle)
-    while b'"phase":"lost"' not in (line := answer.readline()):
-        assert line
+    while '"phase": "lost"' not in json.dumps(news_of(answer)):
+        pass
     answer.close()
 
 
@@ -204,7 +227,7 @@ def test_two_pages_are_told_of_the_loss_of_a_job() -> None:
 
     async def look_twice() -> None:
         watched = WatchedJob(job)
-        pages = [_job_news(watched) for _ in range(2)]
+        pages = [_job_news(watched, 0) for _ in range(2)]
         handle = os.open(job.lock, os.O_RDWR)
         fcntl.flock(handle, fcntl.LOCK_EX)
         assert ["running" in str(await anext(page)) for page in pages] == [True, True]
@@ -241,7 +264,7 @@ def test_a_page_gets_each_event_once_whoever_reads_it_first(monkeypatch: pytest.
     monkeypatch.setattr(server, "LOOK_SECONDS", 0.0)
 
     async def shown() -> list[str]:
-        page = _job_news(watched)
+        page = _job_news(watched, 0)
         await anext(page)
         log.write("decision", texts[0])
         monkeypatch.setattr(watched, "_lock", Crowd(watched, log, iter(texts[1:])))

@@ -105,7 +105,7 @@ const tellLive = (text, kind = "") => {
   element.className = kind;
 };
 
-page.follow = (path, take) => {
+page.follow = (path, take, query = "") => {
   if (page.report !== null) {
     tellLive(`as of ${page.clock(page.report.now)}`);
     return;
@@ -113,7 +113,7 @@ page.follow = (path, take) => {
   if (followed === path) return;
   page.unfollow();
   followed = path;
-  source = new EventSource(path);
+  source = new EventSource(path + query);
   source.onopen = () => tellLive("live", "on");
   source.onerror = () => tellLive(source.readyState === EventSource.CLOSED ? "not let in: open a new link" : "the server does not answer", "lost");
   source.onmessage = (event) => take(JSON.parse(event.data));
@@ -251,7 +251,7 @@ const show = async () => {
     main.replaceChildren(...made.content);
     view.drawn?.();
     if (!first) main.focus({ preventScroll: true });
-    if (page.job !== null) page.follow(`/api/jobs/${encodeURIComponent(page.job.run_id)}/live`, applyNews);
+    if (page.job !== null) page.follow(`/api/jobs/${encodeURIComponent(page.job.run_id)}/live`, applyNews, `?after=${page.job.all}`);
     else page.follow("/api/live", (news) => view.update?.(news));
   } catch (error) {
     if (shown === now) main.replaceChildren(page.h("h1", {}, "This cannot be shown"), page.h("p", { role: "alert" }, error.message));

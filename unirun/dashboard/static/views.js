@@ -565,7 +565,10 @@ page.views.logs = async ({ query }) => {
 
 page.views.events = async () => {
   const { events, all } = await page.get(`/api/jobs/${page.job.run_id}/events`);
-  const body = h("div");
+  const body = h("div"), known = new Set(events.map((event) => event.id));
+  const take = (news) => { for (const event of news) if (!known.has(event.id)) { known.add(event.id); events.push(event); } };
+  // Those that have come while the others were fetched.
+  take(page.job.events.filter((event) => event.time >= (events.at(-1)?.time ?? 0)));
   let words = "", kind = "";
   const draw = () => {
     const fits = events.filter((event) => (!kind || event.kind === kind) && (!words || `${event.text} ${event.about.join(" ")}`.toLowerCase().includes(words)));
@@ -580,6 +583,6 @@ page.views.events = async () => {
       h("div", { class: "row" }, h("h1", {}, "Events"), h("span", { class: "grow" }), select("Kind", [["", "all"], ...kinds.map((each) => [each, each])], "", (value) => { kind = value; draw(); }), filter),
       h("div", { class: "card" }, all > events.length ? h("p", { class: "quiet" }, `The last ${events.length} of ${all}.`) : "", body),
     ],
-    update: (news) => { if (news.events.length) { events.push(...news.events); again(); } },
+    update: (news) => { if (news.events.length) { take(news.events); again(); } },
   };
 };
