@@ -74,6 +74,7 @@ MAX_LINES = 800
 SMALL = {
     "dashboard.guarding": "decides who is let in, without a request at hand",
     "dashboard.report": "needs no server",
+    "launcher.tracing": "is for workers whose job is traced",
     "weights.dtensors": "imports DTensor, which takes long",
     "weights.integrations.vllm": "users import it",
 }

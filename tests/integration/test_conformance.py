@@ -73,7 +73,9 @@ ALLOWED = (
     *(Allowed(f"end: uncaught exception, {form}", BOTH, ".*_run_module_as_main.*") for form in FORMS),
     Allowed("open descriptors", BOTH, r"\+9\d\d"),
     Allowed(
-        "settings of the interpreter", ("fork",), r"meta_path: \['unirun\.launcher\.preloaded\._Later', .*"
+        "settings of the interpreter",
+        BOTH,
+        r"meta_path: \['unirun\.launcher\.(preloaded\._Later|imported\._Imported)', .*",
     ),
     Allowed("death signal", BOTH, "9 instead of 0"),
     Allowed("fault handler", BOTH, "True instead of False"),

@@ -156,6 +156,55 @@ class TestStepsOfALoop:
         assert unirun.status()["failures"] == []
 
 
+WAITING_SCRIPTS = """
+    import os, sys, time
+    import torch, torch.distributed as dist
+    import unirun.launcher.sampler
+
+    # A look takes place each five seconds.
+    unirun.launcher.sampler.INTERVAL = 0.1
+    role, rank = os.environ["ROLE_NAME"], int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    numbers = torch.ones(1)
+    for step in range(3):
+        dist.all_reduce(numbers)
+    print("waits for", role, flush=True)
+    # All ranks of the role `busy`, and rank 1 of the others.
+    while (role == "busy" or rank == 1) and not os.path.exists(sys.argv[1]):
+        time.sleep(0.05)
+    dist.all_reduce(numbers)
+    print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("method", [(), EXEC])
+def test_without_a_time_out_the_console_says_who_waits_in_a_collective_and_for_whom(
+    unirun: Unirun, script: Script, tmp_path: Path, method: tuple[str, ...]
+) -> None:
+    """
+    1. Scripts of three roles train, and report nothing. In two of them rank 0 waits for rank 1 in a collective: one
+       does something else, and one is stopped. In the third role all ranks compute.
+    2. The console says it of the first two, `unirun stacks` shows their collectives, and no rank is killed.
+    """
+    go = tmp_path / "go"
+    roles = ("--roles", "busy=2,skip=2,stop=2")
+    job = unirun.start(*roles, *method, script(WAITING_SCRIPTS), go, constants=NOTICE_AFTER_A_SECOND)
+    job.lines("waits for (stop)", 2)
+    pid = unirun.workers()["stop:1"]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    late = r"^unirun: {0}: {0}:0-1: no progress for \d+ s; {0}:0 in all_reduce 4 of default_pg, not there: {0}:1{1}$"
+    job.lines(late.format("skip", ""))
+    job.lines(late.format("stop", "; stopped: stop:1"))
+    os.kill(pid, signal.SIGCONT)
+    assert (
+        "all_reduce 4 of default_pg: skip:0; not there: skip:1" in unirun("stacks", unirun.job_dir().name).out
+    )
+    go.touch()
+    result = job.end()
+    assert (result.code, result.lines.count("done"), unirun.status()["failures"]) == (0, 6, []), result.err
+    assert "busy:0" not in "".join(unirun.events("late"))
+
+
 ADDERS = """
     import os, time
     from unirun import BaseTrainer, BaseWorkload, trainer_invocation

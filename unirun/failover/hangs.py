@@ -12,7 +12,11 @@ So the agents of the role are asked for all of them, and the cause is, in this o
 4. where no rank waits in a collective: the late ones that have come least far.
 
 A rank is never the cause while it makes progress, has nothing to do, has an allowance, or a debugger holds a rank of
-the role. What is not known is not guessed: then there is no cause, and the console says who is late.
+the role. What is not known is not guessed: then there is no cause.
+
+With a time-out or without one, the console says after a minute which ranks are late (`notice`): those that wait in a
+collective and those for which they wait, and those that report or answer calls and do not go on. A script that reports
+nothing may compute for as long as no rank waits for it.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from unirun.values import Value, WorkerId
 from unirun.wire.reports import RankProgress, Wait
 
 NOTICE_SECONDS = 60.0
-"""Seconds without progress after which the console says which ranks are late; without a time-out, too."""
+"""Seconds without progress after which the console says which ranks are late."""
 
 MUTE_SECONDS = 2.0
 """Seconds in which no Python thread has run, after which a rank that is late holds the GIL; at most half of the
@@ -45,10 +49,10 @@ class HangTimeouts(Value):
     first_step: float = FIRST_STEP_TIMEOUT
 
 
-class HangVerdict(Value):
-    """The ranks that hang, each with the reason in words; `text` has the state of the role for a person."""
+class HangNotice(Value):
+    """One line for the console about the late ranks of a role, and for how many `seconds` they are late at most."""
 
-    hung: Mapping[WorkerId, str]
+    seconds: float
     text: str
 
 
@@ -67,21 +71,55 @@ def is_late(rank: RankProgress, limits: HangTimeouts) -> bool:
     return due_in(rank, limits) <= 0
 
 
-def judge(ranks: Sequence[RankProgress], limits: HangTimeouts) -> HangVerdict:
-    """The verdict on a role with these ranks, all that could be asked."""
-    if traced := [rank.worker for rank in ranks if rank.traced]:
-        return HangVerdict({}, f"a debugger holds {named(traced)}")
+def judge(ranks: Sequence[RankProgress], limits: HangTimeouts) -> dict[WorkerId, str]:
+    """The ranks that hang, each with the reason in words, of all ranks of a role that could be asked."""
     late = [rank for rank in ranks if is_late(rank, limits)]
-    if not late:
-        return HangVerdict({}, "no rank is late")
-    text = describe(late, ranks)
-    found = (
+    if not late or any(rank.traced for rank in ranks):
+        return {}
+    return (
         _halted(late, min(MUTE_SECONDS, limits.timeout / 2))
         or _absent(late, ranks)
         or _elsewhere(late)
         or _behind(late, ranks)
     )
-    return HangVerdict(found, text)
+
+
+def is_watched(rank: RankProgress) -> bool:
+    """Return True if the time without progress of `rank` is news: it waits in a collective, or it reports or answers
+    calls, has something to do, and no allowance."""
+    return bool(rank.waits or rank.count or rank.calls) and not rank.idle and not rank.allowed
+
+
+def is_noticed(rank: RankProgress, limits: HangTimeouts) -> bool:
+    """Return True if `rank` is late for the console. A wait in a collective is no first step, which may take longer."""
+    return is_watched(rank) and is_late(rank, _any_step(limits) if rank.waits else limits)
+
+
+def notice(ranks: Sequence[RankProgress], limits: HangTimeouts) -> HangNotice | None:
+    """The notice about a role with these ranks, all that could be asked; None if none is late.
+
+    A rank is not late while it waits for one that has an allowance.
+    """
+    may_take_long = [rank for rank in ranks if rank.allowed]
+    spared = {wait for wait in collectives(ranks) if _missing(wait, may_take_long)}
+    told = [rank for rank in ranks if is_noticed(rank, limits) and spared.isdisjoint(rank.waits)]
+    if not told:
+        return None
+    missed = _absent([rank for rank in ranks if is_late(rank, _any_step(limits))], told)
+    waits, reporting = collectives(told), {rank.worker for rank in told if not rank.waits}
+    late = [
+        rank
+        for rank in ranks
+        if rank.worker in missed or rank.worker in reporting or not waits.keys().isdisjoint(rank.waits)
+    ]
+    traced = [rank.worker for rank in ranks if rank.traced]
+    text = f"a debugger holds {named(traced)}" if traced else describe(late, ranks)
+    return HangNotice(max(rank.quiet for rank in told), text)
+
+
+def _any_step(limits: HangTimeouts) -> HangTimeouts:
+    """The same limits without more time for a first step."""
+    return HangTimeouts(limits.timeout, 0.0)
 
 
 def _halted(late: Sequence[RankProgress], mute: float) -> dict[WorkerId, str]:
@@ -99,14 +137,18 @@ def _halted(late: Sequence[RankProgress], mute: float) -> dict[WorkerId, str]:
 def _absent(late: Sequence[RankProgress], ranks: Sequence[RankProgress]) -> dict[WorkerId, str]:
     """The late ranks that are not in a collective in which others of their group wait."""
     found: dict[WorkerId, str] = {}
+    outside = [rank for rank in late if not rank.waits]
     for wait, present in collectives(ranks).items():
-        group = members(wait)
-        for rank in late:
-            in_group = group is None or rank.worker.rank in group
-            if in_group and not rank.waits:
-                others = f"{named(present)} wait{'s' if len(present) == 1 else ''} for it in {_words(wait)}"
-                found.setdefault(rank.worker, f"{_quiet(rank)}: {others}{_at(rank)}")
+        for rank in _missing(wait, outside):
+            others = f"{named(present)} wait{'s' if len(present) == 1 else ''} for it in {_words(wait)}"
+            found.setdefault(rank.worker, f"{_quiet(rank)}: {others}{_at(rank)}")
     return found
+
+
+def _missing(wait: Wait, ranks: Sequence[RankProgress]) -> list[RankProgress]:
+    """Those of these ranks that belong to the group of a collective and wait in none."""
+    group = members(wait)
+    return [rank for rank in ranks if not rank.waits and (group is None or rank.worker.rank in group)]
 
 
 def _elsewhere(late: Sequence[RankProgress]) -> dict[WorkerId, str]:
@@ -163,10 +205,15 @@ def describe(late: Sequence[RankProgress], ranks: Sequence[RankProgress]) -> str
         text += f", at steps {min(steps)} to {max(steps)}"
     elif steps:
         text += f", at step {steps[0]}"
-    waits = [f"{named(who)} in {_words(wait)}" for wait, who in collectives(late).items()]
-    text += "".join(f"; {each}" for each in waits[:4])
-    rest = [rank for rank in ranks if rank not in late]
-    if further := [rank.step for rank in rest if rank.step >= 0]:
+    for wait, present in list(collectives(late).items())[:4]:
+        missing = [rank.worker for rank in _missing(wait, ranks)]
+        text += f"; {named(present)} in {_words(wait)}" + (
+            f", not there: {named(missing)}" if missing else ""
+        )
+    if stopped := [rank.worker for rank in late if rank.state in STOPPED]:
+        text += f"; stopped: {named(stopped)}"
+    known = {rank.worker for rank in late}
+    if further := [rank.step for rank in ranks if rank.worker not in known and rank.step >= 0]:
         text += f"; the others are at step {max(further)}"
     return text
 

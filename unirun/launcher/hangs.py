@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from msgspec import convert
 
 from unirun import atomic
-from unirun.failover.hangs import NOTICE_SECONDS, HangTimeouts, due_in, is_late
+from unirun.failover.hangs import NOTICE_SECONDS, HangTimeouts, is_late, is_noticed, is_watched
 from unirun.failover.stacks import parsed
 from unirun.launcher.events import AgentState, Hung, Worker
 from unirun.launcher.sampler import FLIGHT_RECORDER, STACKS, shapes_in
@@ -78,8 +78,9 @@ class ProgressWatch:
         self._handles: dict[int, int] = {}
         # The time of the monotonic clock since which a worker is known to have a process, and no page.
         self._unbegun: dict[int, float] = {}
-        # The time of the latest progress of a worker, and its longest time without any, in seconds.
-        self._longest: dict[int, tuple[int, float]] = {}
+        # The time of the latest progress of a worker, the seconds since then at the latest look, and the most of them
+        # before that progress.
+        self._longest: dict[int, tuple[int, float, float]] = {}
         self._next: dict[str, float] = {}
         # The generation of each role whose steps are followed.
         self._followed: dict[str, int] = {}
@@ -133,11 +134,13 @@ class ProgressWatch:
         found = self._read(worker)
         if found is None:
             return False
-        last, longest = self._longest.get(worker.id, (found.last, 0.0))
+        last, quiet, longest = self._longest.get(worker.id, (found.last, 0.0, 0.0))
         if found.last != last:
-            longest = max(longest, (found.last - last) / 1e9)
-        self._longest[worker.id] = found.last, longest
-        return due_in(rank, HangTimeouts(max(NOTICE_SECONDS, 3 * longest))) <= 0
+            quiet, longest = 0.0, max(longest, quiet)
+        if is_watched(rank):
+            quiet = rank.quiet
+        self._longest[worker.id] = found.last, quiet, longest
+        return is_noticed(rank, HangTimeouts(max(NOTICE_SECONDS, 3 * longest)))
 
     def _drop_ended(self) -> None:
         there = self._state().workers.keys()
@@ -308,6 +311,7 @@ def progress_of(
         who,
         step=found.step,
         count=found.count,
+        calls=found.calls,
         collectives=found.collectives,
         quiet=max(now - found.last, 0) / 1e9,
         age=(now - found.began) / 1e9,

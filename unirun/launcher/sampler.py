@@ -1,4 +1,4 @@
-"""A worker's answers about itself: its stacks and, if its role has a time-out for hangs, its collectives.
+"""A worker's answers about itself: its stacks and its collectives.
 
 `unirun.launcher.stacks` and `unirun.launcher.hangs` are the agent's side.
 """
@@ -10,17 +10,20 @@ import contextlib
 import faulthandler
 import fcntl
 import json
+import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from unirun import atomic
 from unirun.errors import UnirunError
+from unirun.launcher.imported import C10D, when_imported
 from unirun.wire.blocking import open_link, out_of_the_way
 from unirun.wire.progress import ALLOWED, BEAT, COLLECTIVES, EVIDENCE, FOR_EVER, LAST, TEXT_LIMIT, Page, page
 from unirun.wire.reporting import report, report_error
@@ -28,6 +31,12 @@ from unirun.wire.reports import UNKNOWN_RANKS, Arrivals, Wait
 
 HANG_TIMEOUT = "UNIRUN_HANG_TIMEOUT"
 """The variable of a worker whose role has a time-out for hangs."""
+
+INTERVAL = 5.0
+"""Seconds between two looks of a worker whose role has no time-out."""
+
+FORMED = "_update_default_pg"
+"""The function of torch that is called with each new default process group."""
 
 STACKS_SIGNAL = signal.SIGRTMAX - 2
 """The signal for which a worker writes its stacks; SIGUSR1 and SIGUSR2 are the user's."""
@@ -63,10 +72,34 @@ def answer_for_stacks() -> None:
 
 
 def watch_myself(environ: Mapping[str, str]) -> None:
-    """Begin to count collectives if the role has a time-out."""
+    """Begin to count collectives: at once if the role has a time-out, else with the first process group."""
+    folder = Path(environ["TORCHELASTIC_ERROR_FILE"]).parent
     if HANG_TIMEOUT in environ:
-        folder = Path(environ["TORCHELASTIC_ERROR_FILE"]).parent
         Sampler(page(), float(environ[HANG_TIMEOUT]), folder).start()
+    else:
+        with_the_first_group(lambda: Sampler(page(), 0.0, folder).start())
+
+
+def with_the_first_group(start: Callable[[], None]) -> None:
+    """Call `start` when this process, and no fork of it, forms its first process group. Before, a script has no thread
+    that it would not have without unirun."""
+    owner = os.getpid()
+
+    def wrap(module: ModuleType) -> None:
+        # Without it in a later torch, the console does not tell of collectives.
+        known: Callable[[Any], None] | None = getattr(module, FORMED, None)
+        if known is None:
+            return
+
+        def formed(group: Any) -> None:
+            setattr(module, FORMED, known)
+            known(group)
+            if os.getpid() == owner:
+                start()
+
+        setattr(module, FORMED, formed)
+
+    when_imported(C10D, wrap)
 
 
 class Sampler:
@@ -74,22 +107,28 @@ class Sampler:
 
     The process groups count what was begun, and torch's flight recorder knows what is not over: DDP's and functional
     collectives included, but no `send` and no `recv`. With ``TORCH_FR_BUFFER_SIZE=0`` it knows nothing.
+
+    Without a `timeout` (0) it looks rarely, for the console alone: it shows no signs of life, and tells no times of
+    arrival.
     """
 
     def __init__(self, own: Page, timeout: float, folder: Path) -> None:
-        self._page, self._folder = own, folder
-        self._interval, self._stall = min(0.2, timeout / 10), timeout / 4
+        self._page, self._folder, self._shows_life = own, folder, timeout > 0
+        self._interval, self._stall = (
+            (min(0.2, timeout / 10), timeout / 4) if timeout else (INTERVAL, 3 * INTERVAL)
+        )
         self._counts: tuple[tuple[str, int], ...] = ()
-        self._changed = time.monotonic()
-        self._looked = False
-        self._window = min(WINDOW_SECONDS, timeout)
+        # The time of the next look at what is not over, if the counts do not change until then.
+        self._due = time.monotonic() + self._stall
+        self._window = min(WINDOW_SECONDS, timeout) if timeout else math.inf
         self._told = self._number()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="unirun-progress", daemon=True)
 
     def start(self) -> None:
         """Start the thread; it ends before the interpreter does."""
-        self._page.fields[BEAT] = time.monotonic_ns()
+        if self._shows_life:
+            self._page.fields[BEAT] = time.monotonic_ns()
         self._thread.start()
         atexit.register(self.stop)
 
@@ -110,16 +149,19 @@ class Sampler:
     def look(self, now: float) -> None:
         """Take one look, at the time `now` of the monotonic clock."""
         fields = self._page.fields
-        fields[BEAT] = time.monotonic_ns()
+        if self._shows_life:
+            fields[BEAT] = time.monotonic_ns()
         counts = tuple(begun())
         if counts != self._counts:
             fields[COLLECTIVES] += max(_total(counts) - _total(self._counts), 1)
             fields[LAST] = time.monotonic_ns()
-            self._counts, self._changed, self._looked = counts, now, False
+            self._counts, self._due = counts, now + self._stall
             self._page.write("")
-        elif not self._looked and now - self._changed > self._stall:
-            self._looked = True
-            self._page.write(as_text(waits_in(recorded(), members())))
+        elif now >= self._due:
+            waits = waits_in(recorded(), members())
+            self._page.write(as_text(waits))
+            # A rank that waits may stop to; one that does not begins with a count.
+            self._due = now + self._stall if waits else math.inf
         if (number := self._number()) != self._told:
             self._tell_arrivals(self._told)
             self._told = number
@@ -167,7 +209,7 @@ def _total(counts: Iterable[tuple[str, int]]) -> int:
 
 def _world() -> Any:
     """torch's record of the process groups of this process; None before it is imported."""
-    return getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    return getattr(sys.modules.get(C10D), "_world", None)
 
 
 def begun() -> Iterator[tuple[str, int]]:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from unirun.launcher.imported import C10D, when_imported
 from unirun.launcher.sampler import group_of, operation, recorded, shapes_of
 from unirun.observe.spans import TRACE, TRACED_COLLECTIVES, Spans, spans
 
 COLLECTIVES_INTERVAL = 0.5
 """Seconds between two looks at torch's recorder, which keeps the latest 2000 collectives."""
 
-C10D, PACKAGE, RENDEZVOUS = "torch.distributed.distributed_c10d", "torch.distributed", "init_process_group"
-"""The module of torch that has the function with which a script forms its default process group, the package that has
-it, too, and its name."""
+PACKAGE, RENDEZVOUS = "torch.distributed", "init_process_group"
+"""The package of torch that has the function with which a script forms its default process group, as its module
+`C10D`, and the name of the function."""
 
 
 def trace_myself(environ: Mapping[str, str]) -> None:
@@ -47,13 +45,7 @@ def started() -> int:
 def trace_rendezvous() -> None:
     """Write each call of `init_process_group`. torch has no hook for it, so it is wrapped, in a worker whose code
     has not imported torch yet when it does so."""
-    module = sys.modules.get(C10D)
-    if module is None:
-        sys.meta_path.insert(0, _Imported(C10D, _wrap))
-        return
-    _wrap(module)
-    # It has the name from the module.
-    setattr(sys.modules[PACKAGE], RENDEZVOUS, getattr(module, RENDEZVOUS))
+    when_imported(C10D, _wrap)
 
 
 def _wrap(module: ModuleType) -> None:
@@ -71,31 +63,9 @@ def _wrap(module: ModuleType) -> None:
             spans().write("life", "rendezvous", began, failed=failed)
 
     setattr(module, RENDEZVOUS, traced)
-
-
-class _Imported(importlib.abc.MetaPathFinder):
-    """Calls `then` with a module when it has been imported, once."""
-
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self._name, self._then = name, then
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """The spec that the other finders have for the module."""
-        if name != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def and_then(module: ModuleType) -> None:
-                execute(module)
-                self._then(module)
-
-            spec.loader.exec_module = and_then  # type: ignore[method-assign]
-        return spec
+    if hasattr(sys.modules[PACKAGE], RENDEZVOUS):
+        # It has the name from the module, and is imported completely.
+        setattr(sys.modules[PACKAGE], RENDEZVOUS, traced)
 
 
 class CollectiveTrace:

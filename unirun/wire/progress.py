@@ -37,7 +37,7 @@ BEGAN, LAST, STEP, COUNT, CALLS, COLLECTIVES, IDLE, ALLOWED, BEAT, EVIDENCE, FIR
 """The integers of a page, 8 bytes each.
 
 The time at which the worker began, or began anew, and that of its latest progress. Its latest step, -1 for none; the
-numbers of reports, of calls that it has answered, and of collectives that it has begun. Whether it has nothing to do;
+numbers of reports, and of calls and collectives that it has begun. Whether it has nothing to do;
 until when it may take its time. The latest look of the sampler (`unirun.launcher.sampler`); whether the agent wants
 evidence. The step of its first report since it began or went back to an earlier step, the time of that, and the step
 to which it had come before; -1 for none. The length of the text that follows.
@@ -112,11 +112,11 @@ class Page:
         """A context for a call that this worker answers. Between two calls it is idle."""
         fields = self.fields
         fields[IDLE], fields[LAST] = 0, time.monotonic_ns()
+        fields[CALLS] += 1
         try:
             yield
         finally:
             fields[IDLE] = 1
-            fields[CALLS] += 1
             fields[COUNT] += 1
             fields[LAST] = time.monotonic_ns()
 

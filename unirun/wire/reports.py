@@ -504,17 +504,18 @@ class Wait(Value):
 class RankProgress(Value):
     """The progress of a worker, as its agent sees it. Durations are in seconds.
 
-    It has reported `count` times, the latest `step` last (-1: none), and has begun so many `collectives`. Since its
-    latest progress it is `quiet`, and `age` old since it has begun. It is `idle` between calls, and may take its time
-    for another `allowed` seconds. `waits` are its collectives that are not over. `state` is the letter of ``ps``;
-    `traced`: a debugger holds it. For `mute` seconds none of its Python threads has run, as far as that is known. `at`
-    is the innermost line of its main thread's stack, empty if it has not answered the signal. It has not `begun` until
-    it has a page, which is before the user's code.
+    It has reported `count` times, the latest `step` last (-1: none), and has begun so many `calls` and `collectives`.
+    Since its latest progress it is `quiet`, and `age` old since it has begun. It is `idle` between calls, and may take
+    its time for another `allowed` seconds. `waits` are its collectives that are not over. `state` is the letter of
+    ``ps``; `traced`: a debugger holds it. For `mute` seconds none of its Python threads has run, as far as that is
+    known. `at` is the innermost line of its main thread's stack, empty if it has not answered the signal. It has not
+    `begun` until it has a page, which with a time-out is before the user's code.
     """
 
     worker: WorkerId
     step: int = -1
     count: int = 0
+    calls: int = 0
     collectives: int = 0
     quiet: float = 0.0
     age: float = 0.0

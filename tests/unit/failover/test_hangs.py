@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.effort import examples
-from unirun.failover.hangs import HangTimeouts, due_in, is_late, judge
+from unirun.failover.hangs import HangTimeouts, due_in, is_late, is_noticed, judge, notice
 from unirun.values import WorkerId
 from unirun.wire.reports import RankProgress, Wait
 
@@ -29,7 +29,7 @@ def waiting(number: int, wait: Wait = REDUCE, **about: Any) -> RankProgress:
 
 
 def hung(*ranks: RankProgress) -> dict[int, str]:
-    return {worker.rank: why for worker, why in judge(ranks, LIMITS).hung.items()}
+    return {worker.rank: why for worker, why in judge(ranks, LIMITS).items()}
 
 
 class TestLateness:
@@ -119,7 +119,7 @@ class TestNoRankHangs:
         assert hung(waiting(0), rank(1, **about), waiting(2)) == {}
 
     def test_while_a_debugger_holds_one(self) -> None:
-        assert judge([waiting(0), rank(1, traced=True, state="t")], LIMITS).text == "a debugger holds actor:1"
+        assert said(waiting(0), rank(1, traced=True, state="t")) == "a debugger holds actor:1"
         assert hung(waiting(0), rank(1, traced=True, state="t")) == {}
 
     def test_when_all_wait_in_the_same_collective(self) -> None:
@@ -136,12 +136,52 @@ class TestNoRankHangs:
         assert hung(*(rank(number, count=0) for number in range(3))) == {}
 
 
-def test_the_console_says_who_is_late_and_where() -> None:
-    late = judge([waiting(0, step=8), rank(1, step=7), rank(2, step=9, quiet=1.0)], LIMITS)
-    assert late.text == (
-        "actor:0-1: no progress for 12 s, at steps 7 to 8; actor:0 in all_reduce 7 of default_pg; the others are at "
-        "step 9"
-    )
+def said(*ranks: RankProgress) -> str:
+    """The text of the notice about these ranks, empty if there is none."""
+    found = notice(ranks, LIMITS)
+    return found.text if found is not None else ""
+
+
+class TestTheNotice:
+    def test_it_says_who_is_late_and_where(self) -> None:
+        assert said(waiting(0, step=8), rank(1, step=7), rank(2, step=9, quiet=1.0)) == (
+            "actor:0-1: no progress for 12 s, at steps 7 to 8; actor:0 in all_reduce 7 of default_pg, not there: "
+            "actor:1-2; the others are at step 9"
+        )
+
+    def test_a_script_that_reports_nothing_is_late_in_a_collective_alone(self) -> None:
+        silent: dict[str, Any] = {"count": 0, "quiet": 1000.0, "age": 1000.0}
+        assert said(rank(0, **silent), rank(1, **silent)) == ""
+        assert said(waiting(0, count=0), rank(1, **silent)) == (
+            "actor:0-1: no progress for 1000 s; actor:0 in all_reduce 7 of default_pg, not there: actor:1"
+        )
+
+    def test_its_seconds_are_those_of_the_wait(self) -> None:
+        found = notice([waiting(0, count=0), rank(1, count=0, quiet=1000.0)], LIMITS)
+        assert found is not None
+        assert found.seconds == 12.0
+
+    def test_a_wait_is_no_first_step_but_a_call_may_be_one(self) -> None:
+        young: dict[str, Any] = {"count": 0, "age": 12.0}
+        assert is_noticed(waiting(0, **young), LIMITS)
+        assert not is_noticed(rank(0, calls=1, **young), LIMITS)
+        assert is_noticed(rank(0, calls=1, count=0, quiet=200.0, age=200.0), LIMITS)
+
+    def test_no_rank_is_late_that_waits_for_one_with_an_allowance(self) -> None:
+        assert said(waiting(0), rank(1, allowed=5.0)) == ""
+        assert said(waiting(0), rank(1), rank(2)) != ""
+
+    def test_a_rank_outside_of_the_group_is_not_named(self) -> None:
+        tensor = Wait("tensor", 3, "all_gather", "0,1")
+        assert said(waiting(0, tensor, count=0), rank(1, count=0), rank(2, count=0)) == (
+            "actor:0-1: no progress for 12 s; actor:0 in all_gather 3 of tensor, not there: actor:1"
+        )
+
+    def test_a_rank_in_another_collective_and_one_that_is_stopped_are_where_they_are(self) -> None:
+        assert said(waiting(0, count=0), waiting(1, BROADCAST, count=0)) == (
+            "actor:0-1: no progress for 12 s; actor:0 in all_reduce 7 of default_pg; actor:1 in broadcast 7 of default_pg"
+        )
+        assert said(waiting(0), rank(1, count=0, state="T")).endswith("; stopped: actor:1")
 
 
 ranks = st.builds(
@@ -164,7 +204,7 @@ ranks = st.builds(
 @examples(200)
 def test_a_rank_that_is_not_late_never_hangs(found: list[RankProgress]) -> None:
     late = {each.worker for each in found if is_late(each, LIMITS)}
-    assert judge(found, LIMITS).hung.keys() <= late
+    assert judge(found, LIMITS).keys() <= late
 
 
 @given(st.lists(ranks, max_size=8, unique_by=lambda each: each.worker))
@@ -174,4 +214,4 @@ def test_the_verdict_does_not_depend_on_the_order_of_the_ranks_that_are_asked(
 ) -> None:
     halted = [each for each in found if is_late(each, LIMITS) and (each.state == "T" or each.mute > 2)]
     if halted:
-        assert judge(found, LIMITS).hung.keys() == judge(found[::-1], LIMITS).hung.keys()
+        assert judge(found, LIMITS).keys() == judge(found[::-1], LIMITS).keys()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import mmap
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +22,21 @@ from unirun.failover.stacks import parsed
 from unirun.launcher import sampler
 from unirun.launcher.events import AgentState, FromSpawner, Hung, Phase, ToMaster, ToSpawner
 from unirun.launcher.hangs import ProgressWatch, innermost, progress_of, steps_again
-from unirun.launcher.sampler import Sampler, arrivals_in, as_text, members, waits_in
+from unirun.launcher.imported import C10D
+from unirun.launcher.sampler import Sampler, arrivals_in, as_text, members, waits_in, with_the_first_group
 from unirun.observe.jobdir import JobDir
 from unirun.values import WorkerId
 from unirun.wire.messages import EndHung, FollowSteps, StopWorkers
-from unirun.wire.progress import EVIDENCE, LAST, PAGE_BYTES, PAGE_NAME, TEXT_LIMIT, Page, Snapshot, read_page
+from unirun.wire.progress import (
+    EVIDENCE,
+    LAST,
+    PAGE_BYTES,
+    PAGE_NAME,
+    TEXT_LIMIT,
+    Page,
+    Snapshot,
+    read_page,
+)
 from unirun.wire.reports import Kill, Late, Message, Notice, Reaped, StepsAgain, Wait, WorkerExited
 
 WHO = WorkerId("actor", 1, 0)
@@ -119,6 +131,26 @@ class TestTheSampler:
         assert progress_of(WHO, read_page(number)).waits == ()
         os.close(number)
 
+    def test_without_a_time_out_it_looks_rarely_and_again_while_the_rank_waits(
+        self, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        entries = [entry(6)]
+        monkeypatch.setattr(sampler, "begun", lambda: {"0": 6}.items())
+        monkeypatch.setattr(sampler, "recorded", lambda: {"entries": entries})
+        monkeypatch.setattr(sampler, "members", lambda: {"0": ""})
+        monkeypatch.setattr(sampler, "open_link", lambda _: pytest.fail("times of arrival are told"))
+        sampling = Sampler(Page(mmap.mmap(number, PAGE_BYTES)), 0.0, tmp_path)
+        assert sampling._interval >= 5.0
+        waits = []
+        for now in (100.0, 114.0, 116.0, 120.0, 131.0, 150.0):
+            if now == 120.0:
+                entries[:] = [entry(6, retired=True)]
+            sampling.look(now)
+            waits.append(len(progress_of(WHO, read_page(number)).waits))
+        assert waits == [0, 0, 1, 1, 0, 0]
+        assert (read_page(number).beat, read_page(number).collectives) == (0, 6)
+        os.close(number)
+
     def test_without_torchs_numbers_a_rank_is_not_judged(
         self, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -143,6 +175,45 @@ class TestTheSampler:
         assert (tmp_path / "flight_recorder.json").read_text().startswith("{")
         assert read_page(number).evidence == 0
         os.close(number)
+
+
+class TestTheFirstGroup:
+    @pytest.fixture
+    def c10d(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+        """A module in the place of torch's, and the starts."""
+        (tmp_path / "c10d.py").write_text("formed = []\n_update_default_pg = formed.append\n")
+        (tmp_path / "other_c10d.py").write_text("")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(sampler, "C10D", "c10d")
+        finders = sys.meta_path[:]
+        yield []
+        sys.meta_path[:] = finders
+        for name in ("c10d", "other_c10d"):
+            sys.modules.pop(name, None)
+
+    def test_it_is_noticed_once_and_not_in_a_fork(
+        self, c10d: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with_the_first_group(lambda: c10d.append("started"))
+        module = importlib.import_module("c10d")
+        assert c10d == []
+        with monkeypatch.context() as fork:
+            fork.setattr(os, "getpid", lambda: 1)
+            with_the_first_group(lambda: c10d.append("started by the parent"))
+        module._update_default_pg("group")
+        module._update_default_pg(None)
+        assert c10d == ["started"]
+        assert module.formed == ["group", None]
+
+    def test_a_torch_without_that_function_is_left_alone(
+        self, c10d: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sampler, "C10D", "other_c10d")
+        with_the_first_group(lambda: c10d.append("started"))
+        assert not hasattr(importlib.import_module("other_c10d"), "_update_default_pg")
+
+    def test_torch_has_the_function(self) -> None:
+        assert hasattr(importlib.import_module(C10D), sampler.FORMED)
 
 
 def test_a_text_that_is_half_written_says_nothing() -> None:
@@ -219,6 +290,29 @@ class TestTheAgent:
             for tenth in range(1, 16):
                 watch.look(now + tenth / 10)
             assert told == [Late("n0", "actor"), Late("n0", "actor")]
+            watch.close()
+            page.fields.release()
+
+    def test_a_wait_is_late_after_a_minute_or_thrice_the_longest_one_before(
+        self, number: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with mmap.mmap(number, PAGE_BYTES) as memory:
+            page, now = Page(memory), time.monotonic()
+            watch, told, _ = self.watch(number)
+            wait, late = as_text([Wait("default_pg", 7, "all_reduce")]), []
+            clock = [now]
+            monkeypatch.setattr(time, "monotonic_ns", lambda: int(clock[0] * 1e9))
+            # It computes for half an hour, which is no wait. Then it waits, each time for longer.
+            for minutes, text in ((30, ""), (0.3, wait), (2, wait), (5, wait), (16, wait)):
+                page.fields[LAST] = time.monotonic_ns()
+                page.write(text)
+                for _ in range(2):
+                    before = len(told)
+                    watch.look(now := now + 11.0)
+                    watch._looked = now + 10.0
+                    clock[0] += minutes * 60
+                late.append(len(told) - before)
+            assert late == [0, 0, 1, 0, 1]
             watch.close()
             page.fields.release()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 from unirun.failover.draft import Straggles
-from unirun.failover.hangs import NOTICE_SECONDS, HangTimeouts, Lateness, Windows, is_late, judge, late_ranks
+from unirun.failover.hangs import NOTICE_SECONDS, HangTimeouts, Lateness, Windows, judge, late_ranks, notice
 from unirun.failover.state import JobState, WorkerState
 from unirun.observe.events import EventLog
 from unirun.spec.job import RoleSpec
@@ -23,6 +23,10 @@ from unirun.wire.reports import Arrivals, Late, Progress, RankProgress, StepsAga
 
 ANSWER_TIMEOUT = 1.0
 """Seconds in which agents answer; one that does not is silent, and its ranks are not judged."""
+
+
+PAUSE = 5.0
+"""Seconds between two questions about a role without a time-out: all of its agents tell of the same wait."""
 
 
 class _Question(Value):
@@ -52,12 +56,15 @@ class HangWatch:
         self._agents, self._nodes_of, self._spec_of, self._say = agents, nodes_of, spec_of, say
         self._questions: dict[str, _Question] = {}
         self._asked = 0
+        # The time of the event loop from which on a role is asked about again.
+        self._next: dict[str, float] = {}
         # How long a rank of a role was late when that was said last, in seconds.
         self._said: dict[str, float] = {}
 
     def late(self, report: Late) -> None:
-        """A rank of a role is late: ask for all of them, unless that is under way."""
-        if report.role not in self._questions:
+        """A rank of a role is late: ask for all of them, unless that is under way, or was done just now."""
+        now = asyncio.get_running_loop().time()
+        if report.role not in self._questions and now >= self._next.get(report.role, 0.0):
             self._ask(report.role, evidence=False)
 
     def _ask(self, role: str, *, evidence: bool) -> None:
@@ -92,24 +99,25 @@ class HangWatch:
         question = self._questions.pop(role)
         spec, ranks = self._spec_of(role), [rank for _, rank in question.ranks]
         limits = HangTimeouts(spec.hang_timeout, spec.first_step_timeout)
-        verdict = judge(ranks, limits) if limits.timeout else None
-        if verdict is not None and verdict.hung and not question.evidence:
+        hung = judge(ranks, limits) if limits.timeout else {}
+        if hung and not question.evidence:
             self._ask(role, evidence=True)
             return
-        if verdict is not None and verdict.hung:
+        if hung:
             self._said.pop(role, None)
             for node, rank in question.ranks:
-                if rank.worker in verdict.hung and node in self._agents:
-                    self._agents[node].send(EndHung(rank.worker, verdict.hung[rank.worker]))
+                if rank.worker in hung and node in self._agents:
+                    self._agents[node].send(EndHung(rank.worker, hung[rank.worker]))
             return
-        notice = HangTimeouts(NOTICE_SECONDS, spec.first_step_timeout)
-        late = [rank.quiet for rank in ranks if is_late(rank, notice)]
-        if not late:
+        if not limits.timeout:
+            self._next[role] = asyncio.get_running_loop().time() + PAUSE
+        late = notice(ranks, HangTimeouts(NOTICE_SECONDS, spec.first_step_timeout))
+        if late is None:
             self._said.pop(role, None)
-        elif max(late) >= 2 * self._said.get(role, 0.0) or max(late) < self._said[role]:
+        elif late.seconds >= 2 * self._said.get(role, 0.0) or late.seconds < self._said[role]:
             # After one minute, two, four, and so on.
-            self._said[role] = max(late)
-            self._say(role, judge(ranks, notice).text)
+            self._said[role] = late.seconds
+            self._say(role, late.text)
 
 
 class StepsWatch:

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.effort import examples
 from tests.unit.launcher.instant_loop import InstantLoop
-from unirun.failover.hangs import HangTimeouts, judge
-from unirun.launcher.master.hangs import ANSWER_TIMEOUT, HangWatch
+from unirun.failover.hangs import HangTimeouts, judge, notice
+from unirun.launcher.master.hangs import ANSWER_TIMEOUT, PAUSE, HangWatch
 from unirun.spec.job import Entry, RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.messages import AskProgress, EndHung
@@ -48,6 +48,7 @@ class Questions(RuleBasedStateMachine):
         )
         self.limits = HangTimeouts(role.hang_timeout, role.first_step_timeout)
         self.open: dict[str, RankProgress | None] | None = None
+        self.asked = self.again = 0.0
         self.evidence = False
         self.orders: dict[str, list[Any]] = {node: [] for node in NODES}
         self.words: list[str] = []
@@ -57,14 +58,14 @@ class Questions(RuleBasedStateMachine):
         self.loop.end()
 
     def asks(self, *, evidence: bool) -> None:
-        self.open, self.evidence = dict.fromkeys(NODES), evidence
+        self.open, self.evidence, self.asked = dict.fromkeys(NODES), evidence, self.loop.time()
         for orders in self.orders.values():
             orders.append(AskProgress("actor", evidence))
 
     @rule()
     def late(self) -> None:
         self.call(self.watch.late, Late("n0", "actor"))
-        if self.open is None:
+        if self.open is None and self.loop.time() >= self.again:
             self.asks(evidence=False)
 
     @rule(node=st.sampled_from(NODES), quiet=QUIET)
@@ -75,15 +76,16 @@ class Questions(RuleBasedStateMachine):
         if self.open is not None and self.open[node] is None:
             self.open[node] = rank
             if None not in self.open.values():
-                self.decides()
+                self.decides(self.loop.time())
 
     @rule()
     def nobody_answers(self) -> None:
         """The ranks of nodes that do not answer in time are not judged."""
         for _ in range(2):
-            self.loop.wait(ANSWER_TIMEOUT)
+            # The sum is at no time the end of a pause.
+            self.loop.wait(ANSWER_TIMEOUT + 0.07)
             if self.open is not None:
-                self.decides()
+                self.decides(self.asked + ANSWER_TIMEOUT)
 
     def call(self, function: Any, message: Any) -> None:
         async def called() -> None:
@@ -91,11 +93,11 @@ class Questions(RuleBasedStateMachine):
 
         self.loop.run_until_complete(called())
 
-    def decides(self) -> None:
+    def decides(self, now: float) -> None:
         assert self.open is not None
         ranks = [rank for rank in self.open.values() if rank is not None]
         self.open = None
-        hung = judge(ranks, self.limits).hung if self.limit else {}
+        hung = judge(ranks, self.limits) if self.limit else {}
         if hung and not self.evidence:
             self.asks(evidence=True)
         elif hung:
@@ -103,9 +105,12 @@ class Questions(RuleBasedStateMachine):
             for who, why in hung.items():
                 self.orders[NODES[who.rank]].append(EndHung(who, why))
         else:
+            self.again = 0.0 if self.limit else now + PAUSE
             longest = max((rank.quiet for rank in ranks if rank.quiet >= 60.0), default=0.0)
             if longest and not 0.0 < self.last <= longest < 2 * self.last:
-                self.words.append(judge(ranks, HangTimeouts(60.0)).text)
+                late = notice(ranks, HangTimeouts(60.0))
+                assert late is not None
+                self.words.append(late.text)
                 self.last = longest
             elif not longest:
                 self.last = 0.0

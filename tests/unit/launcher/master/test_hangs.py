@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from tests.unit.failover.job import Job
 from tests.unit.launcher.master.harness import MasterHarness, end_well, receive_until
+from unirun.launcher.master import hangs
 from unirun.values import WorkerId
 from unirun.wire.messages import AskProgress, Attach, EndHung
 from unirun.wire.reports import Late, Notice, Progress, RankProgress, StepsAgain, Wait
@@ -74,8 +75,9 @@ def test_a_rank_that_goes_on_meanwhile_is_spared(watched: MasterHarness) -> None
 
 
 def test_without_a_time_out_the_console_says_it_once_and_again_after_twice_as_long(
-    harness: MasterHarness,
+    harness: MasterHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(hangs, "PAUSE", 0.0)
     said: list[str] = []
 
     async def others() -> None:
@@ -92,7 +94,8 @@ def test_without_a_time_out_the_console_says_it_once_and_again_after_twice_as_lo
 
     assert harness.run(others) == []
     assert said == [
-        f"actor:0-1: no progress for {quiet} s; actor:0 in all_reduce 7 of default_pg" for quiet in (61, 123)
+        f"actor:0-1: no progress for {quiet} s; actor:0 in all_reduce 7 of default_pg, not there: actor:1"
+        for quiet in (61, 123)
     ]
     assert harness.events("late") == said
 
