@@ -248,16 +248,31 @@ def recorded() -> dict[str, Any]:
 
 def waits_in(record: Mapping[str, Any], ranks: Mapping[str, str]) -> list[Wait]:
     """The first collective of each group that is not over, from the contents of the flight recorder, and the ranks of
-    the groups by name."""
-    found: dict[str, Wait] = {}
+    the groups by name.
+
+    A group that has ended may leave some for ever, and a later one may have its name, and begins again at 1.
+    """
+    found: dict[tuple[str, str], dict[int, Wait]] = {}
+    latest: dict[tuple[str, str], int] = {}
     for entry in record.get("entries", ()):
-        if entry["retired"] or entry["state"] == "completed" or entry["is_p2p"]:
+        name, number = entry["process_group"][0], entry["collective_seq_id"]
+        if entry["is_p2p"] or name not in ranks:
             continue
-        name = entry["process_group"][0]
-        about = group_of(entry), entry["collective_seq_id"], operation(entry)
-        wait = Wait(*about, ranks.get(name, UNKNOWN_RANKS))
-        found.setdefault(name, wait)
-    return list(found.values())
+        # Each backend of a group counts by itself.
+        counter = name, entry["profiling_name"].partition(":")[0]
+        if number < latest.get(counter, number):
+            found.pop(counter, None)
+        latest[counter] = number
+        waits = found.setdefault(counter, {})
+        if entry["retired"] or entry["state"] == "completed":
+            waits.pop(number, None)
+        else:
+            waits.setdefault(number, Wait(group_of(entry), number, operation(entry), ranks[name]))
+    first: dict[str, Wait] = {}
+    for (name, _), waits in found.items():
+        if waits:
+            first.setdefault(name, next(iter(waits.values())))
+    return list(first.values())
 
 
 def shapes_in(record: Mapping[str, Any]) -> dict[tuple[str, int], str]:

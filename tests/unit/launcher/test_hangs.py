@@ -66,9 +66,16 @@ class TestWaits:
         ]
 
     def test_a_group_without_a_name_has_its_number_and_perhaps_unknown_ranks(self) -> None:
-        assert waits_in({"entries": [entry(1, group="7", described="undefined")]}, {}) == [
-            Wait("group 7", 1, "all_reduce", "?")
-        ]
+        unnamed = [entry(1, group="7", described="undefined")]
+        assert waits_in({"entries": unnamed}, {"7": "?"}) == [Wait("group 7", 1, "all_reduce", "?")]
+
+    def test_those_of_a_group_that_has_ended_do_not_count(self) -> None:
+        left = entry(1, group="1"), entry(7)
+        assert waits_in({"entries": left}, {"0": ""}) == [Wait("default_pg", 7, "all_reduce")]
+        later = [entry(1, retired=True), entry(2, retired=True), entry(3)]
+        assert waits_in({"entries": [*left, *later[:1]]}, {"0": ""}) == []
+        assert waits_in({"entries": [*left, *later]}, {"0": ""}) == [Wait("default_pg", 3, "all_reduce")]
+        assert waits_in({"entries": [entry(1), *later]}, {"0": ""}) == [Wait("default_pg", 3, "all_reduce")]
 
     def test_those_of_a_large_group_fit_into_a_page_without_its_ranks(self) -> None:
         large = ",".join(map(str, range(0, 10_000, 2)))
