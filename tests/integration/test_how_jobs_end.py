@@ -144,6 +144,26 @@ class TestTheRootCause:
         assert len(re.findall(rf"the cause of its restart: actor:1 on \S+: {says}", result.err)) == 1
         assert [row["rank"] for row in unirun.status()["failures"] if says in row["message"]] == [1, 1]
 
+    def test_the_root_cause_is_a_rank_in_another_collective(self, unirun: Unirun, script: Script) -> None:
+        train = script(
+            """
+            import datetime, torch, torch.distributed as dist
+            dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+            dist.barrier()
+            group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+            if dist.get_rank() == 2:
+                dist.broadcast(torch.ones(1), 3, group=group)
+            dist.all_reduce(torch.ones(1), group=group)
+            """
+        )
+        result = unirun("--roles", "actor=4", "--max-restarts", 1, train)
+        assert result.code == 5, result.err
+        where = "exit code 1 (it waited in broadcast, actor:0-1,3 in all_reduce)"
+        for words in ("root cause", "the cause of its restart"):
+            assert re.search(rf"{words}: actor:2 on \S+: {re.escape(where)}$", result.err, re.MULTILINE), (
+                result.err
+            )
+
     @pytest.mark.parametrize("method", variants("fork", "exec"))
     @pytest.mark.parametrize("recorded", [True, False], ids=["record", "uncaught"])
     def test_the_root_cause_has_the_traceback_with_and_without_record(

@@ -60,6 +60,8 @@ _MISSED = (
     re.compile(rf"\branks \[{_RANKS}\] are the lagging ranks"),
     re.compile(rf"\[{_RANKS}\] finished collective #\d{{1,18}}, but didn't join"),
 )
+_CALLED = re.compile(r'torch/distributed/distributed_c10d\.py", line \d{1,9}, in (\w{1,64})')
+_OF_ALL_RANKS = re.compile(r"(all_|reduce|broadcast|gather|scatter|barrier)\w*")
 
 
 def is_consequence(failure: Failure) -> bool:
@@ -83,6 +85,15 @@ def missed(failure: Failure) -> frozenset[int]:
     words = words_of(failure)
     found = (ranks for pattern in _MISSED for ranks in pattern.findall(words))
     return frozenset(int(rank) for ranks in found for rank in ranks.split(","))
+
+
+def collective_of(failure: Failure) -> str:
+    """The collective in which it waited, by NCCL's report or by the latest call of torch in its traceback. Empty if it
+    is not known, or was none of all ranks."""
+    if found := _COLLECTIVE.search(words_of(failure)):
+        return f"{found[2].lower()} {found[1]}"
+    names = _CALLED.findall(_shown(failure.traceback))
+    return names[-1] if names and _OF_ALL_RANKS.fullmatch(names[-1]) else ""
 
 
 def words_of(failure: Failure) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from msgspec.structs import replace
 
 from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_FAILURE, EXIT_PLACEMENT, IllegalTransition, shortened
-from unirun.failover.diagnosis import is_consequence, lost, missed, waited_for_a_peer
+from unirun.failover.diagnosis import collective_of, is_consequence, lost, missed, waited_for_a_peer
 from unirun.failover.draft import After, Due, Finish, JobDraft, ToWatchers
 from unirun.failover.generations import form_next, start_missing, without_pending
 from unirun.failover.phases import PhaseEvent
@@ -36,7 +37,8 @@ from unirun.wire.reports import Ending, Notice
 # It is the first failure in time, with two corrections. A process that is killed drops its connections, and its peers
 # may raise an error about that before the kill itself is seen: a failure whose text says that a peer went away is a
 # consequence as long as there is one that does not say so. When all failures say so, the cause is a rank that has not
-# failed, if it is known: one that left its peers with exit code 0, or the one that they all waited for.
+# failed, if it is known: one that left its peers with exit code 0, or the one that they all waited for. Without one, it
+# is a rank that waited in another collective than most of its role.
 
 MAX_DETECTION_DELAY = 1.0
 """Seconds by which the end of a process may be seen later than its consequences."""
@@ -121,10 +123,13 @@ def diagnose(failures: Sequence[Failure], others: Sequence[Failure] = ()) -> Dia
     inferred = None if firsts else _without_failure(ordered, others)
     if inferred is not None:
         return Diagnosis(inferred, inferred.note, tuple(ordered))
-    cause = (firsts or ordered)[0]
+    apart, where = ([], "") if firsts else _in_another_collective(ordered)
+    cause = (firsts or apart or ordered)[0]
     rest = tuple(failure for failure in ordered if failure is not cause)
     if not rest:
         reason = "the only failure"
+    elif apart:
+        reason = where
     elif not firsts:
         reason = f"the first of {len(ordered)} failures, all about a lost peer or connection{_idle(ordered, others)}"
     elif cause is ordered[0]:
@@ -132,6 +137,21 @@ def diagnose(failures: Sequence[Failure], others: Sequence[Failure] = ()) -> Dia
     else:
         reason = f"the first of {len(ordered)} failures that is not about a lost peer"
     return Diagnosis(cause, reason, rest)
+
+
+def _in_another_collective(failures: Sequence[Failure]) -> tuple[list[Failure], str]:
+    """The failures of the ranks that waited in another collective than most ranks of their role, and that in words;
+    empty if there are none, or if it is not known of all."""
+    places = {failure.worker: collective_of(failure) for failure in failures}
+    most, count = Counter(places.values()).most_common(1)[0]
+    apart = [failure for failure in failures if places[failure.worker] != most]
+    roles = {who.role for who in places}
+    if not apart or "" in places.values() or len(roles) > 1 or count <= len(places) / 2:
+        return [], ""
+    first, *rest = apart
+    others = _named(who for who, place in places.items() if place == most)
+    text = f"it waited in {places[first.worker]}, {others} in {most}"
+    return apart, text + (f"; {_named(each.worker for each in rest)} elsewhere, too" if rest else "")
 
 
 def _idle(failures: Sequence[Failure], others: Sequence[Failure]) -> str:
@@ -270,7 +290,8 @@ def _tell_cause(draft: JobDraft, role: RoleState) -> None:
         return
     found = [each for each in failures if each.generation == role.generation]
     diagnosis = diagnose(found, bystanders(draft.state, found))
-    others = is_consequence(found[0]) and not is_consequence(diagnosis.cause)
+    apart, _ = _in_another_collective(found)
+    others = is_consequence(found[0]) and (diagnosis.cause in apart or not is_consequence(diagnosis.cause))
     if diagnosis.cause.inferred or others:
         _keep_cause(draft, diagnosis)
         draft.send(ToWatchers(Notice(role.name, f"the cause of its restart: {diagnosis}")))

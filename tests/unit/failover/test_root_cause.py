@@ -7,6 +7,7 @@ import random
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from unirun.failover.diagnosis import is_consequence
 from unirun.failover.restart_or_end import diagnose, episode
@@ -119,6 +120,57 @@ def test_without_failures_there_is_no_episode() -> None:
 def stood_by(rank: int, *, role: str = "actor", left: float = 0.0) -> Failure:
     end = Exit(code=0) if left else Exit(signal=15)
     return Failure(WorkerId(role, rank, 0), 0, "n0", left, end, log=f"/logs/{role}/{rank}", inferred=True)
+
+
+def waited(
+    rank: int, call: str, *, time: float = 1.0, message: str = TIMED_OUT, role: str = "actor"
+) -> Failure:
+    """The failure of a rank that has waited in this function of torch."""
+    trace = f"""
+  File "/home/me/train.py", line 23, in <module>
+  File "/venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 83, in wrapper
+  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3151, in {call}
+{message}"""
+    return replace(fail(role, rank, time, message), traceback=trace)
+
+
+class TestARankInAnotherCollective:
+    """All failures are about a lost peer, and all ranks have failed."""
+
+    def test_it_is_the_cause_whenever_it_has_failed(self) -> None:
+        for time in (0.5, 2.0):
+            odd = waited(2, "broadcast", time=time)
+            diagnosis = diagnose([*(waited(rank, "all_reduce") for rank in (0, 1, 3)), odd])
+            assert diagnosis.cause is odd
+            assert diagnosis.reason == "it waited in broadcast, actor:0-1,3 in all_reduce"
+
+    def test_of_several_it_is_the_first_in_time(self) -> None:
+        odd = [waited(2, "broadcast", time=3.0), waited(1, "barrier", time=2.0)]
+        diagnosis = diagnose([*(waited(rank, "all_reduce") for rank in (0, 3, 4)), *odd])
+        assert diagnosis.reason == "it waited in barrier, actor:0,3-4 in all_reduce; actor:2 elsewhere, too"
+
+    def test_nccl_says_which_collective_it_was(self) -> None:
+        report = "RuntimeError: Watchdog caught collective operation timeout: WorkNCCL(SeqNum={}, OpType=ALLREDUCE, "
+        found = [fail(rank=rank, message=report.format(7 - (rank == 1))) for rank in range(3)]
+        assert diagnose(found).reason == "it waited in allreduce 6, actor:0,2 in allreduce 7"
+
+    def test_there_is_none_without_a_majority_or_if_one_is_not_known(self) -> None:
+        first = "all about a lost peer or connection"
+        for calls in (
+            ("all_reduce", "broadcast"),
+            ("all_reduce", "all_reduce", "send"),
+            ("all_reduce", "all_reduce", "_helper"),
+            ("all_reduce",) * 3,
+        ):
+            found = [waited(rank, call) for rank, call in enumerate(calls)]
+            assert diagnose(found).reason == f"the first of {len(calls)} failures, {first}"
+        roles = [waited(0, "all_reduce"), waited(1, "all_reduce"), waited(0, "broadcast", role="rollout")]
+        assert diagnose(roles).reason == f"the first of 3 failures, {first}"
+
+    def test_one_that_has_not_failed_takes_precedence(self) -> None:
+        found = [waited(0, "all_reduce"), waited(1, "all_reduce"), waited(2, "broadcast")]
+        assert diagnose(found, [stood_by(3)]).cause.worker.rank == 3
+        assert diagnose([*found, fail(rank=3, message=OWN)]).cause.worker.rank == 3
 
 
 class TestARankThatHasNotFailed:
