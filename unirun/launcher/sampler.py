@@ -38,6 +38,9 @@ INTERVAL = 5.0
 FORMED = "_update_default_pg"
 """The function of torch that is called with each new default process group."""
 
+RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+"""The functions of torch that return what its flight recorders have. NCCL has a recorder of its own."""
+
 STACKS_SIGNAL = signal.SIGRTMAX - 2
 """The signal for which a worker writes its stacks; SIGUSR1 and SIGUSR2 are the user's."""
 
@@ -240,9 +243,14 @@ def _text_of(ranks: Mapping[int, int], most: int) -> str:
 
 
 def recorded() -> dict[str, Any]:
-    """The contents of torch's flight recorder; empty before torch is imported."""
-    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
-    found: dict[str, Any] = json.loads(dump()) if dump is not None else {}
+    """The contents of torch's flight recorders: the one of NCCL, in builds with it, and the one of all other backends.
+    Empty before torch is imported."""
+    native, found = sys.modules.get("torch._C._distributed_c10d"), dict[str, Any]()
+    for name in RECORDERS:
+        dump = getattr(native, name, None)
+        if dump is not None:
+            record = json.loads(dump())
+            found = {**record, "entries": [*found.get("entries", ()), *record.get("entries", ())]}
     return found
 
 

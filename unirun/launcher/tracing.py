@@ -74,7 +74,7 @@ class CollectiveTrace:
 
     def __init__(self, to: Spans) -> None:
         self._spans = to
-        self._written: frozenset[int] = frozenset()
+        self._written: frozenset[tuple[int, int]] = frozenset()
         self._next = 0.0
 
     def look(self, last: bool) -> None:
@@ -84,7 +84,9 @@ class CollectiveTrace:
         self._next = time.monotonic() + COLLECTIVES_INTERVAL
         entries = recorded().get("entries", ())
         over = {
-            each["record_id"]: each for each in entries if each["retired"] or each["state"] == "completed"
+            (each["time_created_ns"], each["record_id"]): each
+            for each in entries
+            if each["retired"] or each["state"] == "completed"
         }
         for number in sorted(over.keys() - self._written):
             entry = over[number]

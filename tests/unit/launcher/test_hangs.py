@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import mmap
 import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -23,7 +25,15 @@ from unirun.launcher import sampler
 from unirun.launcher.events import AgentState, FromSpawner, Hung, Phase, ToMaster, ToSpawner
 from unirun.launcher.hangs import ProgressWatch, innermost, progress_of, steps_again
 from unirun.launcher.imported import C10D
-from unirun.launcher.sampler import Sampler, arrivals_in, as_text, members, waits_in, with_the_first_group
+from unirun.launcher.sampler import (
+    Sampler,
+    arrivals_in,
+    as_text,
+    members,
+    recorded,
+    waits_in,
+    with_the_first_group,
+)
 from unirun.observe.jobdir import JobDir
 from unirun.values import WorkerId
 from unirun.wire.messages import EndHung, FollowSteps, StopWorkers
@@ -85,6 +95,24 @@ class TestWaits:
 
     def test_what_is_completed_and_what_is_sent_to_one_rank_does_not_count(self) -> None:
         assert waits_in({"entries": [entry(1, state="completed"), entry(2, is_p2p=True)]}, {}) == []
+
+    def test_those_of_nccl_are_in_a_recorder_of_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A group may have both backends, and each counts by itself."""
+        nccl = entry(3, group="4", described="tensor") | {"profiling_name": "nccl:all_gather"}
+        records = [
+            {"entries": [entry(4), entry(9, group="4", retired=True)]},
+            {"entries": [nccl], "nccl": "2.27"},
+        ]
+        native = SimpleNamespace(
+            _dump_fr_trace_json=lambda: json.dumps(records[0]).encode(),
+            _dump_nccl_trace_json=lambda: json.dumps(records[1]).encode(),
+        )
+        monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", native)
+        assert recorded()["nccl"] == "2.27"
+        assert waits_in(recorded(), {"0": "", "4": "0,2"}) == [
+            Wait("default_pg", 4, "all_reduce"),
+            Wait("tensor", 3, "all_gather", "0,2"),
+        ]
 
     def test_without_torch_there_is_none(self) -> None:
         assert waits_in({}, members()) == []

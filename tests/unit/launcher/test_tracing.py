@@ -44,8 +44,13 @@ class TestCollectives:
     def test_each_is_written_once_when_it_is_over(
         self, own: Spans, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        on_a_gpu = {"time_discovered_started_ns": 12, "time_discovered_completed_ns": 20}
-        entries = [entry(4, retired=True, record_id=0), entry(5, record_id=1, **on_a_gpu)]
+        on_a_gpu = {
+            "time_created_ns": 11,
+            "time_discovered_started_ns": 12,
+            "time_discovered_completed_ns": 20,
+        }
+        # Of two recorders, each with numbers of its own.
+        entries = [entry(4, retired=True, record_id=0), entry(5, record_id=0, **on_a_gpu)]
         monkeypatch.setattr(tracing, "recorded", lambda: {"entries": entries})
         trace = tracing.CollectiveTrace(own)
         trace.look(True)
