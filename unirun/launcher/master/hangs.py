@@ -25,7 +25,7 @@ ANSWER_TIMEOUT = 1.0
 """Seconds in which agents answer; one that does not is silent, and its ranks are not judged."""
 
 
-PAUSE = 5.0
+QUESTION_INTERVAL = 5.0
 """Seconds between two questions about a role without a time-out: all of its agents tell of the same wait."""
 
 
@@ -110,7 +110,7 @@ class HangWatch:
                     self._agents[node].send(EndHung(rank.worker, hung[rank.worker]))
             return
         if not limits.timeout:
-            self._next[role] = asyncio.get_running_loop().time() + PAUSE
+            self._next[role] = asyncio.get_running_loop().time() + QUESTION_INTERVAL
         late = notice(ranks, HangTimeouts(NOTICE_SECONDS, spec.first_step_timeout))
         if late is None:
             self._said.pop(role, None)

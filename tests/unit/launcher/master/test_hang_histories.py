@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.effort import examples
 from tests.unit.launcher.instant_loop import InstantLoop
 from unirun.failover.hangs import HangTimeouts, judge, notice
-from unirun.launcher.master.hangs import ANSWER_TIMEOUT, PAUSE, HangWatch
+from unirun.launcher.master.hangs import ANSWER_TIMEOUT, QUESTION_INTERVAL, HangWatch
 from unirun.spec.job import Entry, RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.messages import AskProgress, EndHung
@@ -105,7 +105,7 @@ class Questions(RuleBasedStateMachine):
             for who, why in hung.items():
                 self.orders[NODES[who.rank]].append(EndHung(who, why))
         else:
-            self.again = 0.0 if self.limit else now + PAUSE
+            self.again = 0.0 if self.limit else now + QUESTION_INTERVAL
             longest = max((rank.quiet for rank in ranks if rank.quiet >= 60.0), default=0.0)
             if longest and not 0.0 < self.last <= longest < 2 * self.last:
                 late = notice(ranks, HangTimeouts(60.0))

@@ -77,7 +77,7 @@ def test_a_rank_that_goes_on_meanwhile_is_spared(watched: MasterHarness) -> None
 def test_without_a_time_out_the_console_says_it_once_and_again_after_twice_as_long(
     harness: MasterHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hangs, "PAUSE", 0.0)
+    monkeypatch.setattr(hangs, "QUESTION_INTERVAL", 0.0)
     said: list[str] = []
 
     async def others() -> None:
