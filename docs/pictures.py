@@ -17,7 +17,18 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from unirun.collocation.graph.svg import LOOKS, PLAIN, document, look, text_at, text_width
+from unirun.collocation.graph.svg import (
+    FAINT,
+    INK,
+    LOOKS,
+    PLAIN,
+    box,
+    document,
+    element,
+    look,
+    text_at,
+    text_width,
+)
 from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerStatus, write_status
 from unirun.rendezvous.creation import create_job
 from unirun.wire.handshake import new_token
@@ -26,12 +37,9 @@ DOCS = Path(__file__).resolve().parent
 JOB = ("--config", str(DOCS / "pictures/ppo.yaml"), "--cwd", str(DOCS.parent / "examples/ppo_cartpole"))
 INVENTORY = "fake:nodes=3,devices=8"
 FONT, LINE, MARGIN = 13, 22, 16
-INK, FAINT = "#0f172a", "#64748b"
 
 INKS = {style.ansi: style.stroke for style in LOOKS.values()}
 """By the code of a terminal's colour."""
-
-BOLD = ' font-weight="bold"'
 
 STARTS = (("torchrun", 1), ("unirun", 7), ("unirun, warm", 27))
 """The start of 16 ranks on two cores as a part of torchrun's time: medians of ``python -m benchmarks launch``."""
@@ -78,33 +86,25 @@ def processes() -> str:
             parent = max(above for above in range(number) if PROCESSES[above][0] == depth - 1)
             top = MARGIN + parent * (height + 8) + height
             path = f"M{x - indent / 2:g},{top:g} V{y + height / 2:g} H{x:g}"
-            parts.append(f'<path d="{path}" fill="none" stroke="{FAINT}"/>')
+            parts.append(element("path", d=path, fill="none", stroke=FAINT))
         size = text_width(name, FONT) + MARGIN
-        parts.append(
-            f'<rect x="{x}" y="{y}" width="{size:g}" height="{height}" rx="5" '
-            f'fill="{style.fill}" stroke="{style.stroke}"/>'
-        )
+        parts.append(box(x, y, size, height, rx=5, fill=style.fill, stroke=style.stroke))
         parts.append(text_at(name, x + MARGIN / 2, y + height / 2, style.text))
-        parts.append(text_at(task, widest + MARGIN, y + height / 2, INK))
+        parts.append(text_at(task, widest + MARGIN, y + height / 2))
     width = widest + MARGIN + max(text_width(task, FONT) for _, _, task, _ in PROCESSES)
     return document(width + MARGIN, 2 * MARGIN + len(PROCESSES) * (height + 8) - 8, FONT, parts)
 
 
 def bars() -> str:
     """The start times as bars."""
-    parts = [
-        text_at("16 ranks to their first all_reduce, two cores: time ÷ torchrun's", MARGIN, MARGIN + 8, INK)
-    ]
+    parts = [text_at("16 ranks to their first all_reduce, two cores: time ÷ torchrun's", MARGIN, MARGIN + 8)]
     left, most = MARGIN + max(text_width(name, FONT) for name, _ in STARTS) + 10, 420
     for number, (name, divisor) in enumerate(STARTS):
         y, style = MARGIN + LINE * 1.5 + number * (LINE + 8), look("running") if number else PLAIN
-        parts.append(text_at(name, MARGIN, y + LINE / 2, INK))
-        parts.append(
-            f'<rect x="{left:g}" y="{y:g}" width="{most / divisor:.1f}" height="{LINE}" rx="3" '
-            f'fill="{style.fill}" stroke="{style.stroke}"/>'
-        )
+        parts.append(text_at(name, MARGIN, y + LINE / 2))
+        parts.append(box(left, y, most / divisor, LINE, rx=3, fill=style.fill, stroke=style.stroke))
         value = "1" if divisor == 1 else f"1/{divisor}"
-        parts.append(text_at(value, left + most / divisor + 8, y + LINE / 2, INK))
+        parts.append(text_at(value, left + most / divisor + 8, y + LINE / 2))
     return document(left + most + 60, MARGIN + LINE * 1.5 + len(STARTS) * (LINE + 8) + 8, FONT, parts)
 
 
@@ -117,8 +117,11 @@ def terminal(command: str, screen: str) -> str:
             style = code
             if words.strip():
                 x, y = MARGIN + text_width("m" * column, FONT), MARGIN + LINE * (number + 0.5)
-                more = f' textLength="{text_width(words, FONT):g}"' + BOLD * (style == "1")
-                parts.append(text_at(words, x, y, INKS.get(style, INK), more))
+                look = {
+                    "textLength": text_width(words, FONT),
+                    "font_weight": "bold" if style == "1" else None,
+                }
+                parts.append(text_at(words, x, y, INKS.get(style, INK), **look))
             column += len(words)
         longest = max(longest, column)
     width = 2 * MARGIN + text_width("m" * longest, FONT)

@@ -19,7 +19,7 @@ from unirun.cli.options import PLAN_OPTIONS
 from unirun.cli.output import print_table, screen_width, tell, write_file
 from unirun.collocation import Assignment, Inventory, Node, Placement, accelerators, slot_types
 from unirun.collocation.graph import show_ranks
-from unirun.collocation.graph.svg import bars, document, printable, text_at, text_width
+from unirun.collocation.graph.svg import FAINT, INK, box, document, printable, text_at, text_width
 from unirun.collocation.inventory import CPU
 from unirun.collocation.placing import TopologyOf, shown_need
 from unirun.errors import UsageError
@@ -286,7 +286,6 @@ def text(picture: Grid, *, colours: Sequence[int] = (), width: int = 80) -> str:
 FONT, LINE, GAP, MARGIN = 12.0, 20.0, 4.0, 20.0
 """Pixels: the size of letters, from one line to the next, between boxes, and around everything."""
 
-_INK, _FAINT = "#0f172a", "#64748b"
 _FILLS = (
     ("#a5f3fc", "#0e7490"),
     ("#fde68a", "#b45309"),
@@ -317,18 +316,12 @@ def svg(picture: Grid) -> str:
     for number, line in enumerate(lines):
         y, height = MARGIN + number * LINE, LINE - GAP
         for (text, role), x, size in zip(line, left, sizes, strict=False):
-            fill, stroke = fills.get(role, ("none", _FAINT))
+            fill, stroke = fills.get(role, ("none", FAINT))
             if role or text == FREE:
-                more = "" if role else ' stroke-dasharray="3 3"'
-                corner = 0 if role in picture.programs else 4
-                parts.append(
-                    f'<rect x="{x:g}" y="{y:g}" width="{size:g}" height="{height:g}" rx="{corner}" '
-                    f'fill="{fill}" stroke="{stroke}"{more}/>'
-                )
-            if role in picture.programs:
-                parts.append(bars(x, y, size, height, stroke))
+                look = {"rx": 4, "fill": fill, "stroke": stroke, "stroke_dasharray": None if role else "3 3"}
+                parts.append(box(x, y, size, height, program=role in picture.programs, **look))
             if text and text != FREE:
-                parts.append(text_at(text, x + inner, y + height / 2, _INK if number else _FAINT))
+                parts.append(text_at(text, x + inner, y + height / 2, INK if number else FAINT))
             right = max(right, x + inner + text_width(text, FONT))
     return document(right + MARGIN, 2 * MARGIN + len(lines) * LINE, FONT, parts)
 

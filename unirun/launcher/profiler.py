@@ -2,6 +2,9 @@
 
 torch records the thread that starts its profiler, so the main thread starts and ends it, in the handler of a signal.
 The rest is done by a thread beside it. `unirun.launcher.profiling` is the agent's side.
+
+Stacks are folded: ``MainThread;step (my/train.py);forward (my/model.py)``, the outermost frame first, with the number
+of samples in which they were seen. speedscope and flamegraph.pl read the same text.
 """
 
 from __future__ import annotations
@@ -15,12 +18,12 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from unirun import atomic
-from unirun.observe.flame import folded
 
 PROFILE, TRACE = "profile.json", "profile.trace.json.gz"
 """The files with the result, beside the request. The trace is there before the other one, or not at all."""
@@ -112,6 +115,12 @@ def sampled(seconds: float) -> Counter[str]:
                 counts[folded(frames, names.get(number, "a thread of C"))] += 1
         time.sleep(max(now + SAMPLE_INTERVAL - time.monotonic(), 0.001))
     return counts
+
+
+def folded(frames: Sequence[tuple[str, str]], root: str) -> str:
+    """One line for a stack below `root`: files and functions, the outermost first."""
+    names = (f"{name} ({'/'.join(file.split('/')[-2:])})" for file, name in frames)
+    return ";".join(each.replace(";", ":") for each in (root, *names))
 
 
 def _frames(frame: FrameType | None) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ from tests.unit.launcher.agent import worker
 from tests.waiting import eventually, eventually_async
 from unirun.launcher import profiler, profiling
 from unirun.launcher.events import AgentState
-from unirun.launcher.profiler import PROFILE, TRACE, sampled
+from unirun.launcher.profiler import PROFILE, TRACE, folded, sampled
 from unirun.launcher.profiling import PROFILE_POLL_INTERVAL, Profiling, counts_in
 from unirun.wire.messages import Profile
 from unirun.wire.reports import Message, Profiled
@@ -37,6 +37,11 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     before = signal.signal(signal.SIGUSR2, take)
     yield tmp_path
     signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_stack_is_folded_by_functions_and_the_last_part_of_their_paths() -> None:
+    frames = [("/home/me/train.py", "<module>"), ("/home/me/lib/model.py", "Net;x")]
+    assert folded(frames, "MainThread") == "MainThread;<module> (me/train.py);Net:x (lib/model.py)"
 
 
 def test_a_worker_records_operators_and_samples_its_threads_while_it_goes_on(folder: Path) -> None:

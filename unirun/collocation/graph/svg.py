@@ -32,7 +32,10 @@ class Style(Value):
     ansi: str
 
 
-PLAIN = Style("#e2e8f0", "#64748b", "#0f172a", "")
+INK, FAINT = "#0f172a", "#64748b"
+"""The colours of text, and of what matters less."""
+
+PLAIN = Style("#e2e8f0", FAINT, INK, "")
 _GREEN = Style("#bbf7d0", "#15803d", "#052e16", "32")
 _RED = Style("#fecaca", "#b91c1c", "#450a0a", "31")
 _AMBER = Style("#fde68a", "#b45309", "#451a03", "33")
@@ -205,33 +208,60 @@ def _dot(text: str) -> str:
     return printable(text).replace("\\", "\\\\").replace('"', '\\"')
 
 
-# The parts that all SVG pictures share: the document with its background, and text in a monospaced font.
+# The writer of all SVG pictures: a page with its background, boxes, and text in a monospaced font. Sizes are in pixels.
 
 _ASPECT = 0.62
 """The width of a letter of a monospaced font in parts of its size, rounded up."""
 
 
-def document(width: float, height: float, font: float, parts: Iterable[str]) -> str:
-    """A whole picture, on a white background so that it is legible on any page. All sizes are in pixels."""
-    w, h = math.ceil(width), math.ceil(height)
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{w}" height="{h}" viewBox="0 0 {w} {h}" '
-        f'font-family="ui-monospace, DejaVu Sans Mono, monospace" font-size="{font:g}">'
+def element(name: str, content: str = "", /, **attributes: object) -> str:
+    """An element around `content`, which is SVG itself.
+
+    An underscore in the name of an attribute is a hyphen. One that is None is left out.
+    """
+    told = "".join(
+        f' {key.replace("_", "-")}="{escape(f"{value:g}" if isinstance(value, float) else str(value))}"'
+        for key, value in attributes.items()
+        if value is not None
     )
-    back = f'<rect width="{w}" height="{h}" rx="10" fill="#ffffff"/>'
-    return "\n".join([head, back, *parts, "</svg>"]) + "\n"
+    return f"<{name}{told}>{content}</{name}>" if content else f"<{name}{told}/>"
 
 
-def bars(x: float, y: float, width: float, height: float, stroke: str) -> str:
-    """The bars at the sides of the box of a program."""
+def document(
+    width: float, height: float, font: float, parts: Iterable[str], *, stretched: bool = False
+) -> str:
+    """A whole picture, on a white background so that it is legible on a light and on a dark page.
+
+    One that is `stretched` is as large as the window that shows it.
+    """
+    w, h = math.ceil(width), math.ceil(height)
+    back = element("rect", width=w, height=h, rx=10, fill="#ffffff")
+    picture = element(
+        "svg",
+        "\n".join(["", back, *parts, ""]),
+        xmlns="http://www.w3.org/2000/svg",
+        width=None if stretched else w,
+        height=None if stretched else h,
+        viewBox=f"0 0 {w} {h}",
+        font_family="ui-monospace, DejaVu Sans Mono, monospace",
+        font_size=font,
+    )
+    return f"{picture}\n"
+
+
+def box(x: float, y: float, width: float, height: float, *, program: bool = False, **look: object) -> str:
+    """A rectangle; that of a `program` has sharp corners and bars at its sides."""
+    frame = element("rect", x=x, y=y, width=width, height=height, **look | {"rx": 0} if program else look)
+    if not program:
+        return frame
     d = " ".join(f"M{at:g} {y:g}v{height:g}" for at in (x + 5, x + width - 5))
-    return f'<path d="{d}" fill="none" stroke="{stroke}" stroke-width="1.5"/>'
+    return f"{frame}\n{element('path', d=d, fill='none', stroke=look['stroke'], stroke_width=1.5)}"
 
 
-def text_at(text: str, x: float, y: float, fill: str, more: str = "") -> str:
-    """One line of text whose middle is at height `y`. `more` are further attributes."""
-    place = f'x="{x:g}" y="{y:g}" dominant-baseline="central"'
-    return f'<text {place} fill="{fill}" xml:space="preserve"{more}>{escape(printable(text), quote=False)}</text>'
+def text_at(text: str, x: float, y: float, fill: str = INK, **look: object) -> str:
+    """One line of text whose middle is at height `y`."""
+    place = {"x": x, "y": y, "dominant-baseline": "central", "fill": fill, "xml:space": "preserve"}
+    return element("text", escape(printable(text), quote=False), **place, **look)
 
 
 def text_width(text: str, font: float) -> float:
@@ -500,17 +530,13 @@ class _GraphPicture:
         middle = self.middle[name] + MARGIN
         height = self.size[name]
         role = self.roles[name]
-        yield (
-            f'<rect x="{x:g}" y="{middle - height / 2:g}" width="{width:g}" height="{height:g}" '
-            f'rx="{0 if role.program else 8}" fill="{shown.fill}" stroke="{shown.stroke}" stroke-width="1.5"/>'
-        )
-        if role.program:
-            yield bars(x, middle - height / 2, width, height, shown.stroke)
+        frame = {"rx": 8, "fill": shown.fill, "stroke": shown.stroke, "stroke_width": 1.5}
+        yield box(x, middle - height / 2, width, height, program=bool(role.program), **frame)
         words = vertex_lines(role, self.states)
         for number, line in enumerate(words):
             y = middle + (number - (len(words) - 1) / 2) * LINE
-            bold = ' font-weight="bold"' if number == 0 else ""
-            yield text_at(line, x + width / 2, y, shown.text, f' text-anchor="middle"{bold}')
+            weight = None if number else "bold"
+            yield text_at(line, x + width / 2, y, shown.text, text_anchor="middle", font_weight=weight)
 
     def lines(self) -> Iterator[str]:
         """The edges with their labels."""
@@ -559,10 +585,11 @@ class _GraphPicture:
                 path.append(f"H{straight:g}")
             end, y = straight, below
         width = self.stroke(sum(edge.weight for edge in edges))
-        dashes = ' stroke-dasharray="6 4"' if all(edge.asynchronous for edge in edges) else ""
-        yield f'<path d="{" ".join(path)}" fill="none" stroke="{_LINE}" stroke-width="{width:g}"{dashes}/>'
+        dashes = "6 4" if all(edge.asynchronous for edge in edges) else None
+        line = {"fill": "none", "stroke": _LINE, "stroke_width": width, "stroke_dasharray": dashes}
+        yield element("path", d=" ".join(path), **line)
         x, y, way = (stops[0][0], stops[0][2], 10) if back else (stops[-1][0], stops[-1][2], -10)
-        yield f'<path d="M{x:g},{y:g} l{way},-5 v10 z" fill="{_LINE}"/>'
+        yield element("path", d=f"M{x:g},{y:g} l{way},-5 v10 z", fill=_LINE)
         lines = self.labels[pair]
         for number, text in enumerate(lines):
             above = stops[0][2] - 10 - (len(lines) - 1 - number) * LINE
