@@ -27,7 +27,7 @@ from unirun.collocation.graph import (
 )
 from unirun.collocation.graph.svg import dot, mermaid, svg, tree, yaml
 from unirun.errors import UsageError
-from unirun.launcher.foreground.terminal import in_colour, printable, say, warn
+from unirun.launcher.foreground.terminal import in_colour, say, warn
 from unirun.observe.status import CallStatus, RoleStatus
 from unirun.spec.read import show_size
 
@@ -101,7 +101,7 @@ def _seen(name: str | None, store: str | None, form: str, output: str | None) ->
     graph = RoleGraph(roles, tuple(_edge(call) for call in status.calls))
     if form == "yaml":
         graph = without_circles(graph)
-    _show(graph, {printable(role.name): printable(role.phase) for role in status.roles}, form, output)
+    _show(graph, {role.name: role.phase for role in status.roles}, form, output)
     if not status.calls:
         warn(f"job {status.run_id} has made no calls that unirun has seen")
     elif form == "tree" and output is None:
@@ -113,14 +113,12 @@ def _seen(name: str | None, store: str | None, form: str, output: str | None) ->
 def _role(role: RoleStatus) -> Role:
     """A vertex, with the addresses of its ranks."""
     addresses = tuple(worker.address for worker in role.workers if worker.address)
-    program = printable(os.path.basename(role.program))
-    return Role(printable(role.name), len(role.workers), program, addresses)
+    return Role(role.name, len(role.workers), os.path.basename(role.program), addresses)
 
 
 def _edge(call: CallStatus) -> Edge:
     kind, direction = cast(EdgeKind, call.kind), cast(Direction, call.direction)
-    source, target, method = map(printable, (call.source, call.target, call.method))
-    return Edge(source, target, method, kind, direction, call.asynchronous, call.weight)
+    return Edge(call.source, call.target, call.method, kind, direction, call.asynchronous, call.weight)
 
 
 def _row(call: CallStatus) -> list[str]:

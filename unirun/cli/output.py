@@ -16,8 +16,8 @@ from unicodedata import east_asian_width
 
 from unirun.collocation.graph.svg import coloured
 from unirun.errors import UsageError
-from unirun.launcher.foreground.terminal import columns, in_colour, printable, say
-from unirun.spec.read import as_duration
+from unirun.launcher.foreground.terminal import columns, in_colour, say
+from unirun.spec.read import as_duration, printable
 
 LEAST = 20
 """The fewest columns that a screen is taken to have."""

@@ -19,7 +19,7 @@ from unirun.cli.options import PLAN_OPTIONS
 from unirun.cli.output import print_table, screen_width, tell, write_file
 from unirun.collocation import Assignment, Inventory, Node, Placement, accelerators, slot_types
 from unirun.collocation.graph import show_ranks
-from unirun.collocation.graph.svg import FAINT, INK, box, document, printable, text_at, text_width
+from unirun.collocation.graph.svg import FAINT, INK, box, document, text_at, text_width
 from unirun.collocation.inventory import CPU
 from unirun.collocation.placing import TopologyOf, shown_need
 from unirun.errors import UsageError
@@ -30,7 +30,7 @@ from unirun.launcher.planned import PlannedJob, plan_without
 from unirun.launcher.warm.borrowing import choices, starts
 from unirun.observe.jobdir import job_at
 from unirun.spec.job import JobSpec, RoleSpec
-from unirun.spec.read import nearest
+from unirun.spec.read import clipped, nearest, printable
 from unirun.spec.secrets import MASK, secret_names
 from unirun.values import Value
 from unirun.wire.messages import StartRole, StartWorker
@@ -142,7 +142,7 @@ def grid(
     if len(rows) > WHOLE:
         rows = [_fold([*group]) for _, group in groupby(rows, key=_look)]
     names = tuple(
-        "no slot" if column == _NOWHERE else f"{column[0]} {_clip(column[1], 12)}" for column in columns
+        "no slot" if column == _NOWHERE else f"{column[0]} {clipped(column[1], 12)}" for column in columns
     )
     roles = tuple(dict.fromkeys(each.role for each in placement.assignments))
     return Grid(names, tuple(rows[:MAX_ROWS]), roles, _rest(rows[MAX_ROWS:]), programs)
@@ -228,11 +228,7 @@ def _rest(rows: Sequence[Row]) -> str:
 
 def _shown(ranks: Iterable[int]) -> str:
     """``0-3,8``; of a long list the beginning."""
-    return _clip(show_ranks(sorted(ranks)), 24)
-
-
-def _clip(words: str, most: int) -> str:
-    return words if len(words) <= most else f"{words[: most - 1]}…"
+    return clipped(show_ranks(sorted(ranks)), 24)
 
 
 # The picture as lines of pieces, for a terminal and as SVG.

@@ -11,11 +11,12 @@ from zlib import crc32
 
 from unirun import atomic
 from unirun.cli.inject import one_rank
-from unirun.collocation.graph.svg import box, document, element, printable, text_at, text_width
+from unirun.collocation.graph.svg import box, document, element, text_at, text_width
 from unirun.errors import JobError, RendezvousError, StoreError, UsageError, WireError
 from unirun.launcher.foreground.terminal import say, warn
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.masters import call_master
+from unirun.spec.read import printable
 from unirun.values import Value
 from unirun.wire.messages import Attach, Profile
 from unirun.wire.reports import Profiled, TracePart

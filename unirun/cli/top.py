@@ -17,11 +17,12 @@ from msgspec.structs import replace
 
 from unirun.cli.logs import start_of_last
 from unirun.cli.stored import find_here
-from unirun.launcher.foreground.terminal import printable, say
+from unirun.launcher.foreground.terminal import say
 from unirun.observe.events import EventReader, LoggedEvent
 from unirun.observe.jobdir import JobDir, all_jobs
 from unirun.observe.status import read_status, runs
 from unirun.observe.top import ORDERS, Line, Look, Meters, TopView, chosen, frame
+from unirun.spec.read import printable
 from unirun.values import WorkerId
 
 EVENTS_KEPT = 200

@@ -8,7 +8,7 @@ from typing import Any, cast
 from msgspec import to_builtins
 
 from unirun.collocation.graph import Direction, Edge, EdgeKind, Role, RoleGraph
-from unirun.collocation.graph.svg import printable, svg
+from unirun.collocation.graph.svg import svg
 from unirun.failover.hangs import named
 from unirun.failover.stacks import groups, meeting_line, meetings
 from unirun.observe.events import LoggedEvent, consequences, covers, failures
@@ -131,12 +131,12 @@ def rank_view(status: JobStatus, role: str, rank: int) -> Plain | None:
 
 def graph_picture(status: JobStatus) -> str:
     """The calls between the roles as SVG, as ``unirun graph`` draws them."""
-    roles = tuple(Role(printable(r.name), len(r.workers), printable(r.program), ()) for r in status.roles)
+    roles = tuple(Role(role.name, len(role.workers), role.program) for role in status.roles)
     edges = tuple(
         Edge(
-            printable(call.source),
-            printable(call.target),
-            printable(call.method),
+            call.source,
+            call.target,
+            call.method,
             cast(EdgeKind, call.kind),
             cast(Direction, call.direction),
             call.asynchronous,
@@ -144,9 +144,7 @@ def graph_picture(status: JobStatus) -> str:
         )
         for call in status.calls
     )
-    return svg(
-        RoleGraph(roles, edges), {printable(role.name): printable(role.phase) for role in status.roles}
-    )
+    return svg(RoleGraph(roles, edges), {role.name: role.phase for role in status.roles})
 
 
 def event_rows(events: Iterable[LoggedEvent]) -> list[Plain]:

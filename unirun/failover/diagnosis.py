@@ -14,6 +14,7 @@ from typing import Literal
 from unirun.collocation.graph import show_ranks
 from unirun.failover.state import KEPT_FAILURES, Exit, Failure
 from unirun.observe.status import FailureStatus, shaped
+from unirun.spec.read import clipped
 from unirun.values import Value
 
 # Error texts that blame a peer: those of torch 2.11 to 2.15, gloo and NCCL.
@@ -292,8 +293,7 @@ def _line_at(text: str, at: int) -> str:
     """The line of `text` that has the character `at`, cut."""
     start = max(text.rfind("\n", 0, at) + 1, at - LINE // 2)
     end = text.find("\n", at)
-    line = text[start : len(text) if end < 0 else end].strip()
-    return line if len(line) <= LINE else f"{line[: LINE - 1]}…"
+    return clipped(text[start : len(text) if end < 0 else end].strip(), LINE)
 
 
 def record_of(failure: Failure) -> FailureStatus:

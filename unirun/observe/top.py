@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from unirun.observe.events import LoggedEvent
 from unirun.observe.status import ENDED, CallStatus, JobStatus, RoleStatus, WorkerStatus
+from unirun.spec.read import clipped
 from unirun.values import Value
 from unirun.wire.reports import VERSION
 
@@ -114,11 +115,7 @@ def frame(look: Look, meters: Meters, choice: TopView, width: int = 80, height: 
         ranks = list(_ranks(look, meters, choice, height - len(head) - len(below) - 1))
         rows = [*head, *ranks, *below]
     keys = "q quit  s sort  / filter  ↑↓ choose  ⏎ rank or back  tab next job"
-    return [Line(_cut(each.text, width), each.style) for each in (*rows, Line(keys, "dim"))][:height]
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
+    return [Line(clipped(each.text, width), each.style) for each in (*rows, Line(keys, "dim"))][:height]
 
 
 def _head(look: Look, choice: TopView) -> Iterator[Line]:

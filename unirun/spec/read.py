@@ -1,4 +1,7 @@
-"""Reads typed values from mappings. A fault has the place of the value, what was expected and what was found."""
+"""Reads typed values from mappings, and shows texts and sizes.
+
+A fault has the place of the value, what was expected and what was found.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unicodedata import category
 
 from unirun.errors import Fault
 
@@ -47,7 +51,26 @@ def shown(value: Any) -> str:
     except (ValueError, RecursionError):
         # A number with more digits than Python turns into text, or something that is nested too deeply.
         return f"a huge {type(value).__name__}"
-    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
+    return clipped(text, MAX_SHOWN)
+
+
+def clipped(text: str, most: int) -> str:
+    """`text`, with an ellipsis at its end when it has more than `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """Escape each unprintable character of `text`, except those in `keep`, as Python does (``\\x1b``).
+
+    For text from workers, stores and other users' jobs: terminals obey control characters, others change the writing
+    direction, and lone surrogates cannot be written at all.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c in keep or c.isprintable() or category(c) == "Zs" else c.encode("unicode_escape").decode()
+        for c in text
+    )
 
 
 class Section:

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from unirun.collocation.graph.values import Role, RoleGraph
 from unirun.spec.job import Edge
-from unirun.spec.read import show_size
+from unirun.spec.read import printable, show_size
 from unirun.values import Value
 
 # Text formats of a graph: Mermaid, DOT, a tree for terminals, and the edges of a job file.
@@ -192,11 +192,6 @@ def _with_last(graph: RoleGraph, role: str) -> list[tuple[Edge, bool]]:
 def _tree_vertex(role: Role, states: Mapping[str, str], colour: bool) -> str:
     name, *state = (printable(line) for line in vertex_lines(role, states))
     return "  ".join((coloured(name, states.get(role.name, "")) if colour else name, *state))
-
-
-def printable(text: str) -> str:
-    """`text` with control and unprintable characters as escapes such as ``\\x1b``."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _mermaid(text: str) -> str:

@@ -19,10 +19,10 @@ from unirun.launcher.foreground.terminal import (
     is_pipe,
     is_screen,
     one_file,
-    printable,
     printable_lines,
 )
 from unirun.spec.job import JobSpec, LogSpec
+from unirun.spec.read import printable
 from unirun.values import WorkerId
 
 # A line that stays below all other output on a terminal. Returns the text to write, does no I/O.

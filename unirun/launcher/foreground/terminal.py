@@ -14,7 +14,8 @@ import signal
 import stat
 import sys
 from typing import TextIO
-from unicodedata import category
+
+from unirun.spec.read import printable
 
 _DUMB = ("dumb", "unknown")
 
@@ -42,7 +43,7 @@ def _in_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     found = error.object[error.start : error.end]
-    return "".join(_DRAWN.get(character) or _escaped(character) for character in found), error.end
+    return "".join(_DRAWN.get(c) or c.encode("unicode_escape").decode() for c in found), error.end
 
 
 codecs.register_error(IN_ASCII, _in_ascii)
@@ -168,21 +169,6 @@ def columns(number: int) -> int:
         return 80
 
 
-def printable(text: str, *, keep: str = "") -> str:
-    """Escape each unprintable character of `text`, except those in `keep`, as Python does (``\\x1b``).
-
-    For text from workers, stores and other users' jobs: terminals obey control characters, others change the writing
-    direction, and lone surrogates cannot be written at all.
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c in keep or c.isprintable() or category(c) == "Zs" else _escaped(c) for c in text)
-
-
 def printable_lines(text: str) -> list[str]:
     """The lines of `text`, escaped by `printable`; tabs are kept."""
     return [printable(line, keep="\t") for line in text.splitlines()]
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from unirun import atomic
 from unirun.errors import UsageError
+from unirun.spec.read import clipped, printable
 from unirun.train.callbacks.base import (
     TrainingCallback,
     flat,
@@ -201,14 +202,12 @@ def _shown(value: object) -> str:
         return str(found)
     if found is not None:
         return f"{found:.4g}"
-    words = "" if value is None else text(value)
-    return words if len(words) <= _WIDEST else f"{words[: _WIDEST - 1]}…"
+    return "" if value is None else clipped(text(value), _WIDEST)
 
 
 def _writable(shown: str, console: Console) -> str:
     """`shown` with all escaped that breaks the line, moves the cursor, or is not in the encoding of the terminal."""
-    printable = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in shown)
-    return printable.encode(console.encoding, "backslashreplace").decode(console.encoding)
+    return printable(shown).encode(console.encoding, "backslashreplace").decode(console.encoding)
 
 
 # Results in files of the run's directory: JSON lines, and CSV.

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.launcher.foreground.terminal import printable, printable_lines
+from unirun.launcher.foreground.terminal import printable_lines
+from unirun.spec.read import printable
 
 
 class TestPrintable:
