@@ -24,17 +24,14 @@ from unirun.collocation.inventory import (
     slots_of,
 )
 from unirun.collocation.planning import plan, replan
-from unirun.collocation.planning.problem import both
+from unirun.collocation.planning.problem import MAX_NAMES_SHOWN, both
 from unirun.spec.job import JobSpec, RoleSpec
-from unirun.spec.read import show_size
-
-MAX_NAMES_SHOWN = 6
-"""At most so many roles are named."""
+from unirun.spec.read import show_size, some
 
 
 def shown_need(role: RoleSpec) -> str:
     """``8 cpus, 64.0 GB``; empty for a role that names neither."""
-    cpus = [] if role.cpus is None else [f"{role.cpus} cpu{'' if role.cpus == 1 else 's'}"]
+    cpus = [] if role.cpus is None else [some(role.cpus, "cpu")]
     return ", ".join([*cpus, *([] if role.memory is None else [show_size(role.memory)])])
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from unirun.failover.hangs import STOPPED, collectives, members, named
+from unirun.spec.read import some
 from unirun.values import Value, WorkerId
 from unirun.wire.reports import RankStacks, ThreadStack, Wait
 
@@ -133,7 +134,7 @@ def lines(ranks: Sequence[RankStacks], *, threads: bool = False) -> Iterator[str
         roles.setdefault(rank.progress.worker.role, []).append(rank)
     for role, found in roles.items():
         stacks = groups(found)
-        yield f"role {role}: {_count(len(found), 'rank')}, {_count(len(stacks), 'different stack')}"
+        yield f"role {role}: {some(len(found), 'rank')}, {some(len(stacks), 'different stack')}"
         for group in stacks:
             yield f"  {named(group.workers)}{f' {group.state}' if group.state else ''}"
             yield from (f"    {frame}" for frame in group.frames)
@@ -149,10 +150,6 @@ def _others(ranks: Sequence[RankStacks]) -> Iterator[str]:
             if not thread.main:
                 yield f"  {named([rank.progress.worker])}, thread {thread.name}"
                 yield from (f"    {frame}" for frame in thread.frames)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def meeting_line(meeting: Meeting) -> str:

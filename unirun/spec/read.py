@@ -59,6 +59,11 @@ def clipped(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
+def some(number: int | str, noun: str) -> str:
+    """``1 node``, ``2 nodes``, ``all nodes``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def printable(text: str, *, keep: str = "") -> str:
     """Escape each unprintable character of `text`, except those in `keep`, as Python does (``\\x1b``).
 

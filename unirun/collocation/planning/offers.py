@@ -20,6 +20,7 @@ from unirun.collocation.inventory import CPU, Inventory, Node, PlacementRequest,
 from unirun.collocation.planning.packer import Packer
 from unirun.collocation.planning.problem import (
     GROUPS,
+    MAX_NAMES_SHOWN,
     Bundle,
     Cells,
     Kinds,
@@ -28,12 +29,11 @@ from unirun.collocation.planning.problem import (
     described,
     join,
     problem_of,
-    some,
     with_count,
 )
 from unirun.collocation.planning.solve import Search, border, grow, processes
 from unirun.errors import Fault, PlacementError
-from unirun.spec.read import show_size
+from unirun.spec.read import show_size, some
 from unirun.spec.roles import LEAST_MEMORY
 from unirun.values import Value
 
@@ -42,9 +42,6 @@ TRIES = 8
 
 SHARES = (Fraction(1, 2), Fraction("0.333"), Fraction("0.25"), Fraction("0.1"))
 """The shares of a slot that are tried, as they are written in a job file."""
-
-MAX_NAMES_SHOWN = 6
-"""At most so many roles are named, those that need most."""
 
 MAX_NODES_SHOWN = 3
 """At most so many nodes are named."""

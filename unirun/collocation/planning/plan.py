@@ -36,11 +36,11 @@ from unirun.collocation.planning.problem import (
     join,
     names_of,
     problem_of,
-    some,
     total,
 )
 from unirun.collocation.planning.solve import Search, most_cells, processes
 from unirun.errors import PlacementError
+from unirun.spec.read import some
 
 # Roles that may be on any node: they need no slot, and no constraint and no edge names them.
 #

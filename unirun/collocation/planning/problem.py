@@ -48,6 +48,9 @@ BITS = 80
 MANY = 1 << 62
 """More than is ever needed of anything."""
 
+MAX_NAMES_SHOWN = 6
+"""Roles that a message names at most."""
+
 GROUPS = {
     "collocated": "collocations",
     "together": "host_collocations",
@@ -428,11 +431,6 @@ def both(words: Iterable[object]) -> str:
     """``a, b and c``."""
     *first, last = [str(word) for word in words]
     return f"{', '.join(first)} and {last}" if first else last
-
-
-def some(number: int, noun: str) -> str:
-    """``1 node``, ``2 nodes``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def merged(names: Sequence[str], groups: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
