@@ -27,7 +27,7 @@ from unirun.failover.silence import (
 )
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.election import is_marked, job_prefix, latest_epoch
-from unirun.rendezvous.store.protocol import Store
+from unirun.rendezvous.store.protocol import Store, clock
 from unirun.rendezvous.store.url import open_store
 from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Stream, StreamServer, connect
@@ -37,11 +37,6 @@ from unirun.wire.reporting import report
 from unirun.wire.reports import Knock
 
 # The time when an agent must kill its workers as its node may have been given up (`unirun.failover.silence`).
-
-
-def clock() -> float:
-    """Seconds that also pass while the host is suspended."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Fence:

@@ -29,6 +29,7 @@ from unirun.rendezvous.store.protocol import (
     RevisionIs,
     Store,
     Watch,
+    clock,
 )
 from unirun.spec.read import is_run_id
 from unirun.values import Value
@@ -133,7 +134,7 @@ class Term:
 
     def keep(self) -> None:
         """Renew the lease; take a new one after it has expired, unless there is another leader. Raises `Fenced`."""
-        began = _clock()
+        began = clock()
         self._renew()
         self.renewed = began
 
@@ -173,17 +174,17 @@ def campaign(
     `ttl` is the lease in seconds. `deposing` is the epoch of a leader that is known to be dead: it is replaced before
     its lease expires.
     """
-    began = _clock()
-    seat, clock = store.get(_leader_key(prefix)), store.get(_epoch_key(prefix))
+    began = clock()
+    seat, latest = store.get(_leader_key(prefix)), store.get(_epoch_key(prefix))
     present = _leader(seat)
     if present is not None and present.epoch != deposing:
         return None
-    epoch = _number(clock) + 1 if clock else 1
+    epoch = _number(latest) + 1 if latest else 1
     leader = Leader(epoch, address, pid)
     lease = store.grant(ttl)
     compares = [
         RevisionIs(_leader_key(prefix), seat.revision if seat else 0),
-        RevisionIs(_epoch_key(prefix), clock.revision if clock else 0),
+        RevisionIs(_epoch_key(prefix), latest.revision if latest else 0),
     ]
     puts = [Put(_epoch_key(prefix), str(epoch)), Put(_leader_key(prefix), _record(leader), lease)]
     try:
@@ -197,10 +198,6 @@ def campaign(
         store.revoke(lease)
         return None
     return Term(store, prefix, leader, revision, lease, began)
-
-
-def _clock() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _record(leader: Leader) -> str:

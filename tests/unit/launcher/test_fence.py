@@ -11,7 +11,8 @@ import pytest
 
 from tests.waiting import WAIT_TIMEOUT
 from unirun.failover.silence import FENCE_TIMEOUT, UNMARKED_SECONDS
-from unirun.launcher.contact import Fence, KillTimer, clock
+from unirun.launcher.contact import Fence, KillTimer
+from unirun.rendezvous.store.protocol import clock
 
 START = 100.0
 
@@ -111,7 +112,8 @@ def test_it_is_quiet_since_the_latest_proof() -> None:
 @pytest.mark.parametrize("stopped", [False, True])
 def test_the_kernel_kills_an_agent_that_does_nothing_about_it(stopped: bool) -> None:
     program = """
-from unirun.launcher.contact import KillTimer, clock
+from unirun.launcher.contact import KillTimer
+from unirun.rendezvous.store.protocol import clock
 timer = KillTimer()
 timer.set(clock() + 100.0)
 timer.set(clock() + 0.3)

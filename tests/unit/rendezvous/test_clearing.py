@@ -255,7 +255,7 @@ class Clearings(RuleBasedStateMachine):
         self.written: dict[str, dict[str, str]] = {each: {} for each in JOBS}
         self.terms: dict[str, list[Term]] = {each: [] for each in JOBS}
         self._patch = pytest.MonkeyPatch()
-        self._patch.setattr(election, "_clock", self.clock)
+        self._patch.setattr(election, "clock", self.clock)
         self._patch.setattr(creation, "time", SimpleNamespace(monotonic=self.clock, sleep=self.passes))
 
     def teardown(self) -> None:

@@ -196,7 +196,7 @@ class Elections(RuleBasedStateMachine):
         self.terms: list[Term] = []
         self.resigned: set[int] = set()
         self._patch = pytest.MonkeyPatch()
-        self._patch.setattr(election, "_clock", self.clock)
+        self._patch.setattr(election, "clock", self.clock)
 
     def teardown(self) -> None:
         self._patch.undo()

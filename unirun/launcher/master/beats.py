@@ -25,6 +25,7 @@ from unirun.failover.takeover import REJOIN_TIMEOUT
 from unirun.launcher.master.writer import StateWriter
 from unirun.launcher.stacks import state_of
 from unirun.rendezvous.election import Term
+from unirun.rendezvous.store.protocol import clock
 from unirun.wire.aio import Stream, frame_of
 from unirun.wire.messages import Heartbeat
 
@@ -121,7 +122,7 @@ class HeartbeatMonitor:
         self._silence.heard(node, time.monotonic())
         self._origins[node] = stream.origin
         self._echoes.heard(node, beat.at)
-        now, state = time.clock_gettime(time.CLOCK_BOOTTIME), self._writer.certain
+        now, state = clock(), self._writer.certain
         nodes = [each for each in state.nodes if not state.given_up(each)]
         here = [each for each in self._agents if not self._silence.watches(each)]
         stream.send(Heartbeat(now, self._echoes.age(now, self._term.renewed, nodes, here)))

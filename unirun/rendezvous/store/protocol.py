@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 from urllib.parse import quote, unquote
@@ -24,6 +25,11 @@ MAX_CHANGES = 128
 
 MAX_SIZE = 1024 * 1024
 """Maximum size in bytes of all keys and values that a transaction puts. etcd's default is 1.5 MiB, with overhead."""
+
+
+def clock() -> float:
+    """Seconds since the boot, including time suspended; the same in all processes of a host."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class KeyValue(Value):

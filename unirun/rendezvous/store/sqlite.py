@@ -34,6 +34,7 @@ from unirun.rendezvous.store.protocol import (
     check_prefix,
     check_ttl,
     check_txn,
+    clock,
 )
 
 # The file of an `SqliteStore`: creates and opens it, and translates SQLite's errors.
@@ -59,11 +60,6 @@ _SCHEMA = (
     f"PRAGMA application_id = {_APPLICATION}",
     f"PRAGMA user_version = {_VERSION}",
 )
-
-
-def now() -> float:
-    """Seconds since the boot, including time suspended; the same in all processes of a host."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def open_database(path: Path, timeout: float) -> sqlite3.Connection:
@@ -290,14 +286,14 @@ class SqliteStore:
         check_ttl(ttl)
         with self._writing() as connection:
             insert = "INSERT INTO leases (ttl, ends) VALUES (?, ?) RETURNING id"
-            (number,) = connection.execute(insert, (ttl, now() + ttl)).fetchone()
+            (number,) = connection.execute(insert, (ttl, clock() + ttl)).fetchone()
             return Lease(number, ttl)
 
     def keep_alive(self, lease: Lease) -> None:
         """Renew the lease."""
         with self._writing() as connection:
             update = "UPDATE leases SET ends = ? WHERE id = ?"
-            if not connection.execute(update, (now() + lease.ttl, lease.id)).rowcount:
+            if not connection.execute(update, (clock() + lease.ttl, lease.id)).rowcount:
                 raise LeaseExpired(f"the lease {lease.id} is over")
 
     def revoke(self, lease: Lease) -> None:
@@ -343,7 +339,7 @@ class SqliteStore:
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         with self._entered() as connection:
-            if _next_end(connection) <= now():
+            if _next_end(connection) <= clock():
                 with transaction(connection):
                     _expire(connection)
             yield connection
@@ -405,7 +401,7 @@ class SqliteWatch:
         """The next changes, or a `Listing` of what is there when some were compacted away."""
         deadline = time.monotonic() + timeout
         while not self._closed.is_set():
-            if self._next_end <= now():
+            if self._next_end <= clock():
                 self._store.expire()
             with self._lock:
                 news = () if self._closed.is_set() else self._look()
@@ -505,7 +501,7 @@ def _check_leases(connection: sqlite3.Connection, puts: Sequence[Put]) -> None:
 
 
 def _expire(connection: sqlite3.Connection) -> None:
-    over = connection.execute("SELECT id FROM leases WHERE ends <= ? ORDER BY ends, id", (now(),))
+    over = connection.execute("SELECT id FROM leases WHERE ends <= ? ORDER BY ends, id", (clock(),))
     for (lease,) in over.fetchall():
         _end(connection, lease)
 

@@ -14,8 +14,8 @@ import pytest
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import StoreError
 from unirun.rendezvous.store import sqlite
-from unirun.rendezvous.store.protocol import Change, Put
-from unirun.rendezvous.store.sqlite import SqliteStore, now
+from unirun.rendezvous.store.protocol import Change, Put, clock
+from unirun.rendezvous.store.sqlite import SqliteStore
 
 
 def test_a_sqlite_watch_sees_changes_of_other_processes_soon_at_little_cost(store: SqliteStore) -> None:
@@ -84,8 +84,8 @@ class TestSqliteWatch:
         store.grant(60)
         watch = store.watch("", 1)
         watch.changes(0)
-        end = now() + 100
-        monkeypatch.setattr(sqlite, "now", lambda: end)
+        end = clock() + 100
+        monkeypatch.setattr(sqlite, "clock", lambda: end)
         monkeypatch.setattr(store, "expire", watch.close)
         assert watch.changes(60) == ()
         assert watch._connection is None
