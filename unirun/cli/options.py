@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from unirun.values import Value
 
+HEAD_PORT = 29400
+"""torchrun's default port of a rendezvous; of a static one it is 29500."""
+
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 """Those that have completions."""
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from unirun.cli.batch import check_roles, component_words
 from unirun.cli.commandline import CommandLine
 from unirun.cli.compose import job_spec
+from unirun.cli.options import HEAD_PORT
 from unirun.collocation import Device, Inventory, Node
 from unirun.errors import UsageError
 from unirun.launcher.slurm.options import parse_slurm
@@ -25,9 +26,6 @@ from unirun.values import Value
 #
 # Each container is a node and runs the command that one would call there by hand. The token is a secret that the user
 # makes, so that it is in none of these files.
-
-PORT = 29400
-"""Of the head, as torchrun's."""
 
 _FOLDER, _FILE = "/etc/unirun", "job.yaml"
 """The directory and the name of the job file in a container."""
@@ -57,7 +55,7 @@ class Containers(Value):
         command = ["unirun", "--config", f"{_FOLDER}/{_FILE}", "--rdzv-id", self.label]
         if self.nodes > 1:
             command += ["--nnodes", str(self.nodes), "--node-rank", rank]
-            command += ["--rdzv-endpoint", f"{head}:{PORT}", "--token-file", token]
+            command += ["--rdzv-endpoint", f"{head}:{HEAD_PORT}", "--token-file", token]
         return [*command, *self.words]
 
 

@@ -23,6 +23,7 @@ from unirun.cli.compose import (
     several_nodes,
     tell_mistakes,
 )
+from unirun.cli.options import HEAD_PORT
 from unirun.collocation import Inventory, local_inventory
 from unirun.collocation.host import told_topology
 from unirun.errors import RendezvousError, UsageError
@@ -98,9 +99,6 @@ def in_a_step(environ: Mapping[str, str]) -> bool:
 
 
 # Jobs of several hosts, from the command line: which hosts, who is the head, where they meet.
-
-PORT = 29400
-"""torchrun's default port of a rendezvous; of a static one it is 29500."""
 
 LAST_CALL_TIMEOUT = 30.0
 """Seconds to wait for more nodes when the least number is there, as in torchrun."""
@@ -327,7 +325,7 @@ def _endpoint(options: Mapping[str, Any]) -> tuple[str, int]:
 def endpoint(text: str) -> tuple[str, int]:
     """``HOST[:PORT]``. Raises `UsageError`."""
     host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
-    host, port = (host, port) if colon else (text, str(PORT))
+    host, port = (host, port) if colon else (text, str(HEAD_PORT))
     if not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(f"{port!r:.80} is no port", "write --rdzv-endpoint HOST:PORT")
     return _bare(host), int(port)

@@ -157,7 +157,9 @@ OOM_KILLED = "the kernel killed it: out of memory"
 
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
-_NOT_EXECUTED = (126, 127)
+
+NOT_EXECUTED = (126, 127)
+"""Exit codes of shells, and of unirun, for a program that cannot be executed or is not found."""
 
 _TEXTS: tuple[tuple[CauseClass, str, str], ...] = (
     (
@@ -253,7 +255,7 @@ def _of_exit(end: Exit, note: str, tail: str) -> LikelyCause:
     if end.signal is None:
         if end.early:
             return LikelyCause("ended_early", f"it has ended with {end.code} while it was needed{more}")
-        if end.code in _NOT_EXECUTED:
+        if end.code in NOT_EXECUTED:
             return LikelyCause("not_executed", f"a program was not found or cannot be executed{more}")
         if (end.code or 0) - 128 in _REQUESTS:
             return LikelyCause("terminated", f"its own exit after a request to end, as of preemption{more}")

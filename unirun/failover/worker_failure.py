@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from unirun.collocation import Placement
 from unirun.errors import EXIT_FAILURE, EXIT_RENDEZVOUS, IllegalTransition
-from unirun.failover.diagnosis import is_consequence, likely_cause, waited_for_a_peer
+from unirun.failover.diagnosis import NOT_EXECUTED, is_consequence, likely_cause, waited_for_a_peer
 from unirun.failover.draft import JobDraft, ToWatchers
 from unirun.failover.generations import clear_the_way
 from unirun.failover.moving import moves, place_elsewhere, restart_job, tell_move
@@ -70,9 +70,6 @@ RULES: Mapping[str, Rule] = {
     "lost_dependency": "store",
 }
 """The rule by which an agent has noticed a failure, by the cause that it gives (`unirun.wire.reports.Cause`)."""
-
-NOT_EXECUTED = (126, 127)
-"""Exit codes of shells, and of unirun, for a program that cannot be executed or is not found."""
 
 
 def exited(draft: JobDraft, event: WorkerExited) -> None:

@@ -57,7 +57,7 @@ class WorkerStatus(Value):
     slots: tuple[str, ...] = ()
 
 
-MANY = 1_000_000
+NO_LIMIT = 1_000_000
 """Restarts from which on there is no limit in practice, as for the workers of a `Trainer`, which counts them itself."""
 
 
@@ -75,7 +75,7 @@ class RoleStatus(Value):
     @property
     def used(self) -> str:
         """The restarts that it has had, of those that it may have: ``1 of 3``."""
-        return f"{self.restarts} of {self.max_restarts if self.max_restarts < MANY else 'any number'}"
+        return f"{self.restarts} of {self.max_restarts if self.max_restarts < NO_LIMIT else 'any number'}"
 
 
 class FailureStatus(Value):

@@ -15,11 +15,10 @@ from types import MappingProxyType
 from unirun.errors import RendezvousError
 from unirun.spec.job import JobSpec
 from unirun.values import Value
+from unirun.wire.sockets import BACKLOG
 
 BIND_TIMEOUT = 30.0
 """Seconds in which the agents must have bound their endpoints; looking up an address may take that long."""
-
-_BACKLOG = 4096
 
 SELF_CONNECT_TIMEOUT = 5.0
 """Seconds in which a host must reach itself."""
@@ -59,7 +58,7 @@ def hold_endpoint(addr: str, port: int = 0, given: socket.socket | None = None) 
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((addr, port))
-        sock.listen(_BACKLOG)
+        sock.listen(BACKLOG)
     except (OSError, OverflowError) as error:
         sock.close()
         # A number above 65535 is an OverflowError.

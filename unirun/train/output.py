@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 DRAW_INTERVAL = 0.1
-"""Seconds between two drawings of the bars."""
+"""Seconds between two drawings of the bars, or of the table of a callback."""
 
 FILE_INTERVAL = 10.0
 """Seconds between two states of a bar where it cannot be redrawn, as in the log file of a batch job."""

@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from unirun.errors import UsageError
+from unirun.observe.status import NO_LIMIT
 from unirun.train import logs
 from unirun.train.backends import GROUP_TIMEOUT
 from unirun.values import Value
 
 ROLE = "worker"
 """The role of the workers."""
-
-NO_LIMIT = 1_000_000
-"""More than any job needs. The trainer counts restarts, and calls take as many seconds as the functions."""
 
 MANY = 100_000
 """Ranks, where there may be any number."""
@@ -47,6 +45,7 @@ class Setup(Value):
         role: dict[str, Any] = {
             "count": f"{self.least}:{self.most}" if elastic else self.most,
             "workload": "unirun.train.worker:TrainWorker",
+            # The trainer counts restarts, and calls take as many seconds as the functions.
             "max_restarts": NO_LIMIT,
             "slots": self.slots,
             "env": dict(self.env),

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import UsageError
+from unirun.observe.status import NO_LIMIT
 from unirun.spec.parse import parse_job
-from unirun.train.setup import MANY, NO_LIMIT, ROLE, Setup, options_of, range_of, resources_of
+from unirun.train.setup import MANY, ROLE, Setup, options_of, range_of, resources_of
 
 numbers = st.one_of(st.integers(-3, 9), st.floats(), st.booleans(), st.none(), st.text(max_size=2))
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import signal
 import socket
 import sys
@@ -13,17 +12,15 @@ from pathlib import Path
 
 from unirun.errors import EXIT_FAILURE, UnirunError
 from unirun.launcher.master.lead import lead
+from unirun.launcher.process import set_title
 from unirun.observe.jobdir import JobDir
 from unirun.wire.reporting import NO_THREAD, lacks_threads, report
-
-TITLE = b"unirun-master"
-_PR_SET_NAME = 15
 
 
 def main() -> int:
     """Returns the exit code."""
     # As the first master is called in ps.
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, TITLE, 0, 0, 0)
+    set_title("unirun-master")
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     tcp = socket.socket(fileno=int(sys.argv[3])) if len(sys.argv) > 3 else None

@@ -30,7 +30,7 @@ from unirun.train.callbacks.base import (
     readable,
     text,
 )
-from unirun.train.output import LivePart
+from unirun.train.output import DRAW_INTERVAL, LivePart
 
 if TYPE_CHECKING:
     from rich.console import Console, OverflowMethod
@@ -41,9 +41,6 @@ _ITERATION, _SECONDS, _TIMESTAMP = "_training_iteration", "_time_this_iter_s", "
 _OURS = frozenset({_ITERATION, _SECONDS, _TIMESTAMP, "_data_wait"})
 
 _ROWS = 8
-_DRAW_INTERVAL = 0.1
-"""Seconds between two drawings of the table."""
-
 _WIDEST = 24
 """Characters of a metric that is a text."""
 
@@ -91,7 +88,7 @@ class ProgressCallback(TrainingCallback):
         if self._screen is None and not self._console.is_jupyter:
             # `out` does not break lines.
             self._console.out(_writable(_line(results, self._metrics), self._console), highlight=False)
-        elif now - self._drawn_at < _DRAW_INTERVAL:
+        elif now - self._drawn_at < DRAW_INTERVAL:
             self._waiting = results
         else:
             self._drawn_at, self._waiting = now, None
