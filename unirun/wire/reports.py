@@ -3,9 +3,11 @@ master; and the orders for spawners."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from msgspec import field
+from msgspec.structs import replace
 
 from unirun.values import Engine, RankAddress, Value, WorkerId
 
@@ -320,9 +322,41 @@ class CallCount(Value):
 
 
 class Calls(Message):
-    """Totals of all calls that a worker has made so far, by method."""
+    """Totals of all calls that a worker has made so far, by method, `bounded`."""
 
     counts: tuple[CallCount, ...]
+
+
+MAX_COUNTS = 100
+"""Methods in a report, and in what is kept of a rank; of more, those with the most bytes."""
+
+MAX_SPANS = 16
+"""Ranges of ranks in a count; if there are more, one range from the first rank to the last."""
+
+
+def bounded(counts: Sequence[CallCount]) -> tuple[CallCount, ...]:
+    """`counts` within `MAX_COUNTS` and `MAX_SPANS`."""
+    if len(counts) > MAX_COUNTS:
+        counts = sorted(counts, key=lambda each: each.bytes + each.returned, reverse=True)[:MAX_COUNTS]
+    return tuple(
+        each
+        if len(each.ranks) <= MAX_SPANS
+        else replace(
+            each, ranks=((min(first for first, _ in each.ranks), max(last for _, last in each.ranks)),)
+        )
+        for each in counts
+    )
+
+
+def merged(ranges: Iterable[RankRange]) -> tuple[RankRange, ...]:
+    """The same ranks as ascending ranges that do not touch."""
+    found: list[RankRange] = []
+    for first, last in sorted(ranges):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(found[-1][1], last)
+        else:
+            found.append((first, last))
+    return tuple(found)
 
 
 class Arrivals(Message):

@@ -15,7 +15,7 @@ from unirun.errors import Fault, SpecError
 from unirun.spec.job import DIRECTIONS, EDGE_KINDS, Direction, Edge, EdgeKind, Entry, JobSpec
 from unirun.spec.read import nearest
 from unirun.values import Value
-from unirun.wire.reports import LATENCY_BOUNDS, CallCount, RankRange
+from unirun.wire.reports import LATENCY_BOUNDS, CallCount, RankRange, bounded, merged
 
 
 class Role(Value):
@@ -435,9 +435,8 @@ Counts = tuple[CallCount, ...]
 MAX_PLAUSIBLE_COUNT = 1 << 62
 """A greater count is not plausible, and is dropped."""
 
-MOST_COUNTS, MOST_SPANS, MOST_LETTERS = 100, 16, 200
-"""Limits per rank: methods, spans of each, and letters of a method's name. They bound what the store keeps of a rank:
-the methods with the most bytes; of more spans, one from the first to the last."""
+MOST_LETTERS = 200
+"""Letters of a method's name; it and `bounded` limit what the store keeps of a rank."""
 
 
 ProcessCalls = tuple[str, int, Counts]
@@ -458,7 +457,7 @@ class LearnedEdge(Value):
 
 def sound(counts: Iterable[CallCount], ranks: Mapping[str, int]) -> Counts:
     """The plausible ones of `counts`: of known roles and existing `ranks`, with figures in range."""
-    return _bounded([each for each in counts if _sound(each, ranks.get(each.role, 0))])
+    return bounded([each for each in counts if _sound(each, ranks.get(each.role, 0))])
 
 
 def _sound(count: CallCount, ranks: int) -> bool:
@@ -480,7 +479,7 @@ def added(one: Counts, other: Counts) -> Counts:
     for each in other:
         known = found.get(_what(each))
         found[_what(each)] = each if known is None else _sum(known, each)
-    return _bounded([*found.values()])
+    return bounded([*found.values()])
 
 
 def learn(callers: Iterable[ProcessCalls], ranks: Mapping[str, int]) -> tuple[LearnedEdge, ...]:
@@ -536,7 +535,7 @@ def _learned(
 def _kind(by_rank: Mapping[int, Sequence[CallCount]], sources: int, targets: int) -> EdgeKind:
     reached = [_union(counts) for counts in by_rank.values()]
     one_target = all(_size(each) == 1 for each in reached)
-    one_source = sum(map(_size, reached)) == _size(_merged(chain.from_iterable(reached)))
+    one_source = sum(map(_size, reached)) == _size(merged(chain.from_iterable(reached)))
     if one_target and one_source and sources <= targets:
         return "one_to_one"
     if one_source and sources <= targets:
@@ -552,19 +551,6 @@ def _direction(there: int, back: int) -> Direction:
     return "back" if there <= 0.1 * (there + back) else "both"
 
 
-def _bounded(counts: Sequence[CallCount]) -> Counts:
-    if len(counts) > MOST_COUNTS:
-        counts = sorted(counts, key=lambda each: each.bytes + each.returned, reverse=True)[:MOST_COUNTS]
-    return tuple(
-        each
-        if len(each.ranks) <= MOST_SPANS
-        else replace(
-            each, ranks=((min(first for first, _ in each.ranks), max(last for _, last in each.ranks)),)
-        )
-        for each in counts
-    )
-
-
 def _what(count: CallCount) -> tuple[str, str, bool]:
     return count.role, count.method, count.asynchronous
 
@@ -576,7 +562,7 @@ def _sum(one: CallCount, other: CallCount) -> CallCount:
         bytes=one.bytes + other.bytes,
         returned=one.returned + other.returned,
         seconds=one.seconds + other.seconds,
-        ranks=_merged((*one.ranks, *other.ranks)),
+        ranks=merged((*one.ranks, *other.ranks)),
         split=one.split or other.split,
         latencies=_totals(one.latencies, other.latencies),
     )
@@ -589,18 +575,7 @@ def _totals(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
 def _union(counts: Sequence[CallCount]) -> tuple[RankRange, ...]:
     if len(counts) == 1 and len(counts[0].ranks) == 1:
         return counts[0].ranks
-    return _merged(chain.from_iterable(each.ranks for each in counts))
-
-
-def _merged(spans: Iterable[RankRange]) -> tuple[RankRange, ...]:
-    """The same ranks as ascending spans that do not overlap."""
-    found: list[RankRange] = []
-    for first, last in sorted(spans):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = found[-1][0], max(found[-1][1], last)
-        else:
-            found.append((first, last))
-    return tuple(found)
+    return merged(chain.from_iterable(each.ranks for each in counts))
 
 
 def _size(spans: Iterable[RankRange]) -> int:

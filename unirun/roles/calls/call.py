@@ -19,7 +19,7 @@ from unirun.roles.calls.policy import Invocation
 from unirun.roles.transport.protocol import Parcel, Scheduler, Wait
 from unirun.values import WorkerId
 from unirun.wire.progress import page
-from unirun.wire.reports import LATENCY_BOUNDS, CallCount, Calls, RankRange
+from unirun.wire.reports import LATENCY_BOUNDS, CallCount, Calls, bounded, merged
 
 STATE = threading.RLock()
 """Guards the outcomes of all calls, for a few instructions each time: a lock for each call would take longer to make
@@ -456,12 +456,6 @@ FIRST, SELDOM = 1.0, 60.0
 """Seconds from a call to the report of it: the first time, and at most; they double each time. So the graph is known
 soon, and the reports of ten thousand callers do not load the master."""
 
-MAX_COUNTS = 100
-"""Methods in a report; of more, those with the most bytes."""
-
-MAX_SPANS = 16
-"""Ranges of ranks in a count; if there are more, one range from the first rank to the last."""
-
 
 class Count:
     """The calls of one method of a role. Answers come in several threads."""
@@ -513,7 +507,7 @@ class Count:
                 bytes=self._bytes,
                 returned=self._returned,
                 seconds=self._seconds,
-                ranks=rank_ranges(self._ranks),
+                ranks=merged((rank, rank) for rank in self._ranks),
                 asynchronous=asynchronous,
                 split=self.split,
                 latencies=tuple(self._latencies),
@@ -550,10 +544,9 @@ class CallBook:
                 # Methods with two underscores are unirun's own.
                 mine = [count for what, count in self._counts.items() if not what[1].startswith("__")]
             counts = [each for count in mine if (each := count.value()).calls]
-            counts.sort(key=lambda each: each.bytes + each.returned, reverse=True)
             # Without its agent this process ends, too.
             with contextlib.suppress(WireError):
-                self._tell(Calls(tuple(counts[:MAX_COUNTS])))
+                self._tell(Calls(bounded(counts)))
 
     def _news(self) -> None:
         if not self._due:
@@ -563,16 +556,3 @@ class CallBook:
     def _in_time(self) -> None:
         self._delay = min(2 * self._delay, SELDOM)
         self.report()
-
-
-def rank_ranges(ranks: Iterable[int]) -> tuple[RankRange, ...]:
-    """`ranks` as ascending ranges of consecutive ranks; one range for all if there are more than `MAX_SPANS`."""
-    found: list[list[int]] = []
-    for rank in sorted(ranks):
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
-        else:
-            found.append([rank, rank])
-    if len(found) > MAX_SPANS:
-        found = [[found[0][0], found[-1][1]]]
-    return tuple((first, last) for first, last in found)

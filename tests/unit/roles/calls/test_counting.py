@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import ConnectionLost
-from unirun.roles.calls.call import MAX_COUNTS, MAX_SPANS, SELDOM, CallBook, rank_ranges
+from unirun.roles.calls.call import SELDOM, CallBook
 from unirun.roles.transport.protocol import Scheduler
-from unirun.wire.reports import CallCount, Calls
+from unirun.wire.reports import MAX_COUNTS, MAX_SPANS, CallCount, Calls, RankRange, bounded, merged
 
 
 class Later(Scheduler):
@@ -135,9 +135,15 @@ def test_no_call_is_lost_between_threads(book: CallBook, told: list[Calls]) -> N
     assert (found.calls, found.bytes, found.returned) == (8000, 8000, 16000)
 
 
+def told_of(ranks: Iterable[int]) -> tuple[RankRange, ...]:
+    """The ranges of `ranks` in a report."""
+    (count,) = bounded([CallCount("actor", "train", 1, 0, 0, 0.0, merged((rank, rank) for rank in ranks))])
+    return count.ranks
+
+
 @given(st.sets(st.integers(0, 200)))
 def test_spans_hold_every_rank_and_few_others(ranks: set[int]) -> None:
-    found = rank_ranges(ranks)
+    found = told_of(ranks)
     held = [rank for first, last in found for rank in range(first, last + 1)]
     assert held == sorted(set(held))
     assert ranks <= set(held)
@@ -147,5 +153,5 @@ def test_spans_hold_every_rank_and_few_others(ranks: set[int]) -> None:
 
 
 def test_of_very_scattered_ranks_the_whole_range_is_told() -> None:
-    assert rank_ranges(range(0, 1000, 2)) == ((0, 998),)
-    assert len(rank_ranges(range(0, 2 * MAX_SPANS, 2))) == MAX_SPANS
+    assert told_of(range(0, 1000, 2)) == ((0, 998),)
+    assert len(told_of(range(0, 2 * MAX_SPANS, 2))) == MAX_SPANS
