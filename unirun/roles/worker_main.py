@@ -6,7 +6,7 @@ import importlib
 import inspect
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from unirun import atomic
 from unirun.errors import UsageError
-from unirun.roles.calls.group import RoleGroup, WorkerHandle
+from unirun.roles.calls.group import WorkerHandle
 from unirun.roles.calls.policy import invocations
 from unirun.roles.context import Context, init
 from unirun.roles.formation import Formation, main_thread
@@ -151,8 +151,8 @@ def run_trainer(context: Context, kind: type[BaseTrainer]) -> None:
     trainer = make(
         kind,
         BaseTrainer,
-        actor_handles=_Handles(groups),
-        actor_classes=_Classes(workloads),
+        actor_handles=_ByRole(groups, list[WorkerHandle]),
+        actor_classes=_ByRole(workloads, lambda target: load_class(target, BaseWorkload)),
         config=_config(context),
     )
     _expect_base(trainer, BaseTrainer, "_actor_handles")
@@ -225,34 +225,17 @@ def _resource(context: Context, role: str) -> dict[str, Any]:
     }
 
 
-class _Handles(Mapping[str, list[WorkerHandle]]):
-    """The handles on the workers by role: those that the role has at the time, as elastic ones grow."""
+class _ByRole(Mapping[str, Made]):
+    """A value for each role, made at each use: roles grow, and the package of a class may not be installed here."""
 
-    def __init__(self, groups: Mapping[str, RoleGroup]) -> None:
-        self._groups = groups
+    def __init__(self, given: Mapping[str, Any], make: Callable[[Any], Made]) -> None:
+        self._given, self._make = given, make
 
-    def __getitem__(self, role: str) -> list[WorkerHandle]:
-        return list(self._groups[role])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._groups)
-
-    def __len__(self) -> int:
-        return len(self._groups)
-
-
-class _Classes(Mapping[str, type]):
-    """The workload classes by role, each imported at its first use: a rollout's may need packages that a trainer
-    lacks."""
-
-    def __init__(self, targets: Mapping[str, str]) -> None:
-        self._targets = targets
-
-    def __getitem__(self, role: str) -> type:
-        return load_class(self._targets[role], BaseWorkload)
+    def __getitem__(self, role: str) -> Made:
+        return self._make(self._given[role])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._targets)
+        return iter(self._given)
 
     def __len__(self) -> int:
-        return len(self._targets)
+        return len(self._given)

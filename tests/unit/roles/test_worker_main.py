@@ -14,7 +14,7 @@ import pytest
 from unirun.errors import UsageError
 from unirun.roles import BaseTrainer, BaseWorkload
 from unirun.roles.calls.group import RoleGroup
-from unirun.roles.worker_main import _Handles, _keep, load_class, make, run_function
+from unirun.roles.worker_main import _ByRole, _keep, load_class, make, run_function
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ class TestMaking:
 
 def test_the_handles_of_a_role_are_those_of_the_ranks_that_it_has_now() -> None:
     ranks = [0, 1]
-    handles = _Handles({"actor": RoleGroup(cast(Any, None), "actor", ranks)})
+    handles = _ByRole({"actor": RoleGroup(cast(Any, None), "actor", ranks)}, list)
     assert [each.rank for each in handles["actor"]] == [0, 1]
     ranks.append(2)
     assert {role: [each.rank for each in found] for role, found in handles.items()} == {"actor": [0, 1, 2]}
