@@ -7,7 +7,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 
@@ -174,16 +174,11 @@ class WeightsChannel:
         )
         at_least = ANY if min_version is None else min_version
         have = self.version
-        while True:
-            updates = self._context.peers.updates
-            sources, missing = self._publishers()
+        for sources, missing in self._publishers_until(deadline):
             if not self._may_wait(sources, missing, deadline):
                 held = self._receive_held(target, at_least)
                 if held is not None:
                     return self._has(held)
-            if missing is None:
-                break
-            self._wait(missing, updates, deadline)
         if max_staleness is not None and have is not None and have >= at_least:
             behind = self._receiver.latest(sources, deadline) - have
             if 0 <= behind <= max_staleness:
@@ -209,14 +204,9 @@ class WeightsChannel:
         Raises `WeightsTimeout`, `PeerLost`.
         """
         deadline = self._deadline(timeout)
-        while True:
-            updates = self._context.peers.updates
-            sources, missing = self._publishers()
+        for sources, missing in self._publishers_until(deadline):
             if not self._may_wait(sources, missing, deadline):
                 return None
-            if missing is None:
-                break
-            self._wait(missing, updates, deadline)
         found = self._receiver.borrow(sources, ANY if min_version is None else min_version, deadline)
         if found is not None:
             self._has(found[0])
@@ -264,27 +254,18 @@ class WeightsChannel:
         calls. Later it does not wait. Raises `WeightsTimeout`, `PeerLost`.
         """
         deadline = self._deadline(timeout)
-        while True:
-            updates = self._context.peers.updates
-            sources, missing = self._publishers()
+        for sources, missing in self._publishers_until(deadline):
             if missing is None and (self._about is None or all(source.packing for source in sources)):
                 self._about = self._receiver.described(sources, deadline)
             if self._about is not None:
-                return self._about
-            assert missing is not None
-            self._wait(missing, updates, deadline)
+                break
+        assert self._about is not None
+        return self._about
 
     def _deadline(self, timeout: float | None) -> float:
         welcome = self._context.peers.welcome
         patience = timeout if timeout is not None else welcome.call_timeout if welcome else 0.0
         return time.monotonic() + min(patience, MAX_WAIT_SECONDS)
-
-    def _wait(self, missing: WeightsTimeout | PeerLost, updates: int, deadline: float) -> None:
-        """Wait until something has changed since `updates`. Raises `missing` at the deadline, or when nothing will."""
-        left = deadline - time.monotonic()
-        if left <= 0 or isinstance(missing, PeerLost):
-            raise missing
-        self._context.peers.wait(updates, min(left, VERSION_REPORT_INTERVAL))
 
     def _has(self, version: int) -> int:
         """Count it, and tell the job, but not often: ``unirun weights`` shows it."""
@@ -368,6 +349,22 @@ class WeightsChannel:
             self.publish(self._weights, version)
             return version
         return self.receive(self._weights, min_version=version, timeout=timeout)
+
+    def _publishers_until(
+        self, deadline: float
+    ) -> Iterator[tuple[list[RemoteSource], WeightsTimeout | PeerLost | None]]:
+        """`_publishers`, after each change, up to the first time that none is missing. Raises what is to be said of one
+        that is, at the deadline or when no change will help."""
+        while True:
+            updates = self._context.peers.updates
+            found, missing = self._publishers()
+            yield found, missing
+            if missing is None:
+                return
+            left = deadline - time.monotonic()
+            if left <= 0 or isinstance(missing, PeerLost):
+                raise missing
+            self._context.peers.wait(updates, min(left, VERSION_REPORT_INTERVAL))
 
     def _publishers(self) -> tuple[list[RemoteSource], WeightsTimeout | PeerLost | None]:
         """The ranks of the publisher that can be reached, and what is to be said of one that cannot."""
