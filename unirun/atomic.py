@@ -80,7 +80,7 @@ def directory(path: Path, *, private: bool = True, lasting: bool = False) -> Ite
         shutil.rmtree(draft, ignore_errors=True)
         raise
     if lasting:
-        _sync(path.parent)
+        sync(path.parent)
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def _draft(
             file.flush()
             if lasting:
                 # A library may have put another file in its place.
-                _sync(draft)
+                sync(draft)
         publish(draft, path)
     except BaseException:
         # On a full disk it would take space that others need.
@@ -109,7 +109,7 @@ def _draft(
             draft.unlink()
         raise
     if lasting:
-        _sync(path.parent)
+        sync(path.parent)
 
 
 def remove_draft(path: Path) -> None:
@@ -134,7 +134,8 @@ def _link(draft: Path, path: Path) -> None:
     draft.unlink()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have the content of a file, or the names in a directory, on disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)

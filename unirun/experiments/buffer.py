@@ -269,11 +269,7 @@ class Buffer:
             with self._lock:
                 self._out = (self._folder / name).open("xb")
                 self._files[name] = 0
-            handle = os.open(self._folder, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            atomic.sync(self._folder)
         return self._out
 
     def since(self, number: int, seconds: float = 0.0) -> tuple[int, list[tuple[int, SequenceSample]]]:
