@@ -43,10 +43,10 @@ BOOTSTRAP = re.compile(r"unirun/launcher/|<frozen runpy>")
 
 class WorkerProfile:
     """The profile that is under way in this process. The main thread makes it, and is told to end it by `signum`, with
-    `request` in the file `path`."""
+    the request in the file `path`."""
 
-    def __init__(self, path: Path, seconds: float, signum: int, request: str) -> None:
-        self._path, self._seconds, self._signum, self._request = path, seconds, signum, request
+    def __init__(self, path: Path, seconds: float, signum: int) -> None:
+        self._path, self._seconds, self._signum = path, seconds, signum
         self._recorder: Any = None
         self._problem = ""
         self._ended = threading.Event()
@@ -85,7 +85,7 @@ class WorkerProfile:
         global _profile
         counts = sampled(self._seconds)
         if self._recorder is not None:
-            atomic.replace(self._path, self._request)
+            atomic.replace(self._path, "profile=0")
             main = threading.main_thread().ident
             if main is not None:
                 signal.pthread_kill(main, self._signum)
@@ -142,7 +142,7 @@ def profile(path: Path, seconds: float, signum: int) -> None:
     """Begin a profile, or (0 seconds) end torch's part of the one that is under way. For the handler of a signal."""
     global _profile
     if seconds > 0 and _profile is None:
-        _profile = WorkerProfile(path, seconds, signum, "profile=0")
+        _profile = WorkerProfile(path, seconds, signum)
         _profile.begin()
     elif seconds == 0 and _profile is not None:
         _profile.end()

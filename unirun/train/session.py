@@ -92,7 +92,6 @@ class Session:
         saves: int = 0,
         tell: Callable[[Mapping[str, float]], None] = lambda values: None,
         now: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
     ) -> None:
         """`local_rank` is the number of this rank among those of its node. `resume` is the checkpoint that the function
         goes on from: one in a folder, or a state; `saves` is the number of the last one of the run, 0 at first. Without
@@ -102,7 +101,7 @@ class Session:
         self.config = dict(config or {})
         self._deterministic: bool | None = None
         self._datasets, self._writer, self._resume = dict(datasets or {}), writer, resume
-        self._now, self._wall, self._tell = now, wall, tell
+        self._now, self._tell = now, tell
         self._told, self._untold = -math.inf, dict[str, Any]()
         self._shards: dict[str, Shard] = {}
         self._options: dict[str, dict[str, Any]] = {}
@@ -129,7 +128,7 @@ class Session:
         self._check_loaded()
         values = {name: _plain(name, value) for name, value in metrics.items()}
         now = self._now()
-        values |= {"_timestamp": self._wall(), "_time_this_iter_s": now - self._last}
+        values |= {"_timestamp": time.time(), "_time_this_iter_s": now - self._last}
         if self._shards:
             waited = sum(shard.waited for shard in self._shards.values())
             values["_data_wait"] = (waited - self._waited) / max(now - self._last, 1e-9)

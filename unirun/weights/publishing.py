@@ -417,10 +417,6 @@ Pairing = Callable[[str, str, float], PairGroup]
 """Makes this end of the process group with the reader of this name, for a link, within so many seconds."""
 
 
-Finder = Callable[[Mapping[str, Piecewise]], DeviceInterface | None]
-"""Finds the device on which tensors are."""
-
-
 def device_of(tensors: Mapping[str, Piecewise]) -> DeviceInterface | None:
     """The device on which all of `tensors` are. None when they are on the host or on several devices."""
     places = {local(tensor).device for tensor in tensors.values()}
@@ -437,12 +433,11 @@ class Publisher:
         self,
         channel: str,
         now: Callable[[], float] = time.monotonic,
-        device: Finder = device_of,
         pairing: Pairing | None = None,
     ) -> None:
         """`pairing` makes process groups with receivers that ask for one."""
         self._channel, self._now = channel, now
-        self._device, self._pairing = device, pairing
+        self._device, self._pairing = device_of, pairing
         self._sending: dict[str, _Sending] = {}
         self._lock = threading.RLock()
         self._blocks = Blocks()

@@ -18,7 +18,7 @@ from unirun.values import Value
 from unirun.weights.devices import DeviceError, DeviceInterface
 from unirun.weights.hub import Holder
 from unirun.weights.messages import Describe, Described, Fetched, Origin, Released, answer_of
-from unirun.weights.publishing import Finder, Packing, blend, copy_all, device_of
+from unirun.weights.publishing import Packing, blend, copy_all, device_of
 from unirun.weights.sources import Copy, Mapped, RemoteSource, Sent, VersionFile, opened
 from unirun.weights.tensors import (
     Layout,
@@ -125,13 +125,12 @@ class Receiver:
         turn: int,
         holder: Holder,
         other: Callable[[str], RemoteSource | None] = lambda _: None,
-        device: Finder = device_of,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`turn`: receivers with different numbers prefer different publishers among those with the same data.
         `holder` holds what is received. `other` is the receiver on this host that publishers call so, if it can be
         reached."""
-        self._channel, self._turn, self._device, self._now = channel, turn, device, now
+        self._channel, self._turn, self._device, self._now = channel, turn, device_of, now
         self._holder, self._other = holder, other
         self.last: Sequence[FetchResult] = ()
         """The path by which the last version came."""

@@ -37,13 +37,13 @@ def values(tensors: dict[str, torch.Tensor]) -> set[float]:
 def on_device(harness: WeightsHarness, machine: FakeMachine, *, tcp: bool = False) -> tuple[Publisher, str]:
     publisher, endpoint = harness.publisher(tcp=tcp)
     device = machine.process(0)
-    publisher._device = lambda _: device
+    publisher._device = lambda tensors: device
     return publisher, endpoint
 
 
 def receiver(harness: WeightsHarness, endpoint: str, device: FakeDevice | None) -> ReceiverHarness:
     made = harness.receiver(endpoint)
-    made._receiver._device = lambda _: device
+    made._receiver._device = lambda tensors: device
     return made
 
 

@@ -85,11 +85,10 @@ class CheckpointWriter:
         kept: Sequence[Info] = (),
         group: Callable[[], Any] = lambda: None,
         ungroup: Callable[[Any], None] = lambda group: None,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`number` is that of the first checkpoint, and `kept` are those before it. `group` makes a process group for
         sharded states, and `ungroup` ends it."""
-        self._folder, self._strategy, self._now = folder, strategy, now
+        self._folder, self._strategy = folder, strategy
         self._rank, self._world, self._number = rank, world, number
         self._group_of, self._ungroup, self._group = group, ungroup, None
         self._changed = threading.Condition(threading.RLock())
@@ -240,10 +239,10 @@ class CheckpointWriter:
     def _gathered(self, pending: _Pending) -> list[Part]:
         """The parts of all ranks in rank order, once all of them have written theirs."""
         names = {f"rank.{rank:05}.json" for rank in range(self._world)}
-        deadline = self._now() + RANKS_SAVE_TIMEOUT
+        deadline = time.monotonic() + RANKS_SAVE_TIMEOUT
         while missing := names - self._folder.sizes(pending.number).keys():
             self._check_open(pending)
-            if self._now() >= deadline:
+            if time.monotonic() >= deadline:
                 ranks = ", ".join(sorted(str(int(name.split(".")[1])) for name in missing))
                 raise TrainingFailed(
                     f"ranks {ranks} have not saved checkpoint {pending.number}",
