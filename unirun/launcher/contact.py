@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import math
 import os
-import select
 import signal
 import socket
 import struct
@@ -25,6 +24,7 @@ from unirun.failover.silence import (
     SILENCE_POLL_INTERVAL,
     UNMARKED_SECONDS,
 )
+from unirun.launcher.process import readable
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.election import is_marked, job_prefix, latest_epoch
 from unirun.rendezvous.store.protocol import Store, clock
@@ -361,7 +361,7 @@ class Witness:
         began = time.monotonic()
         for _ in range(BACKLOG_POLLS):
             await asyncio.sleep(BACKLOG_POLL_INTERVAL)
-            if not _waits(self._listener):
+            if not readable(self._listener, 0.0):
                 return None
         try:
             sock, place = self._listener.accept()
@@ -408,12 +408,6 @@ async def _comes(listener: socket.socket) -> None:
         await came.wait()
     finally:
         loop.remove_reader(listener)
-
-
-def _waits(listener: socket.socket) -> bool:
-    poll = select.poll()
-    poll.register(listener, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def _age(sock: socket.socket) -> float:

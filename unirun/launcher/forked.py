@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import gc
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -20,7 +19,7 @@ from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from unirun.launcher.preloaded import PreloadedModules
-from unirun.launcher.process import die_with_parent, spare_descriptors
+from unirun.launcher.process import die_with_parent, readable, spare_descriptors
 from unirun.launcher.spawner import work
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.reporting import flush, report_error
@@ -49,10 +48,7 @@ class ForkedSpawner:
         """Wait for the exit code, negative for a signal. Raises `subprocess.TimeoutExpired`."""
         if self._code is not None:
             return self._code
-        # Not select(), which is limited to descriptors below 1024.
-        poll = select.poll()
-        poll.register(self._handle, select.POLLIN)
-        if not poll.poll(None if timeout is None else timeout * 1000):
+        if not readable(self._handle, timeout):
             raise subprocess.TimeoutExpired("spawner", timeout or 0.0)
         with self._collecting:
             if self._code is None:

@@ -21,7 +21,14 @@ from msgspec import to_builtins
 
 from unirun.errors import JobError, RendezvousError, StoreError, UnirunError
 from unirun.launcher.agent import Agent, EarlySpawners
-from unirun.launcher.process import collect_orphans, die_with_parent, ignore_signals, kill_children, set_title
+from unirun.launcher.process import (
+    collect_orphans,
+    die_with_parent,
+    ignore_signals,
+    kill_children,
+    readable,
+    set_title,
+)
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import write_failure
 from unirun.rendezvous.creation import command_of
@@ -146,9 +153,7 @@ class AgentProcess:
 
     def wait_until_bound(self, deadline: float) -> None:
         """Wait until it has bound its endpoints. Raises `RendezvousError` when it cannot, or has not by `deadline`."""
-        poll = select.poll()
-        poll.register(self._stream, select.POLLIN)
-        if not poll.poll(1000 * max(deadline - time.monotonic(), 0.0)):
+        if not readable(self._stream, deadline - time.monotonic()):
             problem = f"the agent of node {self._node} has not bound its endpoints within {BIND_TIMEOUT:g} s"
             raise RendezvousError(problem, "does a name server answer? see --master-addr")
         with suppress(OSError):

@@ -8,6 +8,7 @@ import os
 import resource
 import select
 import signal
+import socket
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -211,14 +212,19 @@ def _reap(pid: int, end: float) -> None:
     except ProcessLookupError:
         return
     try:
-        # Not select(), which is limited to descriptors below 1024.
-        poll = select.poll()
-        poll.register(handle, select.POLLIN)
-        poll.poll(1000 * max(end - time.monotonic(), 0.0))
+        readable(handle, end - time.monotonic())
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
     finally:
         os.close(handle)
+
+
+def readable(handle: int | socket.socket, seconds: float | None) -> bool:
+    """Wait until a descriptor can be read, or its process has ended: at most so many seconds, if they are given."""
+    # Not select(), which is limited to descriptors below 1024.
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    return bool(poll.poll(None if seconds is None else max(seconds, 0.0) * 1000))
 
 
 def process_has_ended(pid: int) -> bool:
@@ -228,9 +234,7 @@ def process_has_ended(pid: int) -> bool:
     except ProcessLookupError:
         return True
     try:
-        poll = select.poll()
-        poll.register(handle, select.POLLIN)
-        return bool(poll.poll(0))
+        return readable(handle, 0.0)
     finally:
         os.close(handle)
 

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import secrets
-import select
 import shutil
 import signal
 import socket
@@ -20,7 +19,7 @@ from unirun import atomic
 from unirun.errors import JobError, UnirunError
 from unirun.launcher.environment import FRESH, for_workers
 from unirun.launcher.orders import Orders
-from unirun.launcher.process import BOOT
+from unirun.launcher.process import BOOT, readable
 from unirun.launcher.warm.key import DESCRIPTION, SOCKET, Description, peer_of, state_of, unlike
 from unirun.observe.jobdir import JobDir, temporary
 from unirun.observe.ownership import exposure, make_private
@@ -168,10 +167,7 @@ class Borrowed:
         # If the guard has died, wait for the spawner itself.
         deadline = None if timeout is None else time.monotonic() + timeout
         for waited in (self._told, self._handle):
-            # Not select(), which is limited to descriptors below 1024.
-            poll = select.poll()
-            poll.register(waited, select.POLLIN)
-            if not poll.poll(None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1000):
+            if not readable(waited, None if deadline is None else deadline - time.monotonic()):
                 raise subprocess.TimeoutExpired("spawner", timeout or 0.0)
             if waited == self._told and (code := os.read(self._told, 16)):
                 return int(code)
