@@ -62,8 +62,10 @@ class Questions(RuleBasedStateMachine):
         for orders in self.orders.values():
             orders.append(AskProgress("actor", evidence))
 
-    @rule()
-    def late(self) -> None:
+    @rule(pause=st.booleans())
+    def late(self, pause: bool) -> None:
+        if pause and self.open is None:
+            self.loop.wait(QUESTION_INTERVAL + 0.07)
         self.call(self.watch.late, Late("n0", "actor"))
         if self.open is None and self.loop.time() >= self.again:
             self.asks(evidence=False)
