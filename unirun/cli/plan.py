@@ -18,7 +18,6 @@ from unirun.cli.compose import plan_job, topology_of
 from unirun.cli.options import PLAN_OPTIONS
 from unirun.cli.output import print_table, screen_width, tell, write_file
 from unirun.collocation import Assignment, Inventory, Node, Placement, accelerators, slot_types
-from unirun.collocation.graph import show_ranks
 from unirun.collocation.graph.svg import FAINT, INK, box, document, text_at, text_width
 from unirun.collocation.inventory import CPU
 from unirun.collocation.placing import TopologyOf, shown_need
@@ -30,7 +29,7 @@ from unirun.launcher.planned import PlannedJob, plan_without
 from unirun.launcher.warm.borrowing import choices, starts
 from unirun.observe.jobdir import job_at
 from unirun.spec.job import JobSpec, RoleSpec
-from unirun.spec.read import clipped, nearest, printable
+from unirun.spec.read import clipped, nearest, printable, show_ranks
 from unirun.spec.secrets import MASK, secret_names
 from unirun.values import Value
 from unirun.wire.messages import StartRole, StartWorker

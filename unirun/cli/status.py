@@ -11,12 +11,11 @@ from typing import Any
 
 from unirun.cli.output import age, megabytes, print_table, tell
 from unirun.cli.stored import StoredJob, find_status
-from unirun.collocation.graph import show_ranks
 from unirun.errors import UnirunError
 from unirun.launcher.foreground.terminal import say, warn
 from unirun.observe.batchjob import batch_state, read_batch
 from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerStatus
-from unirun.spec.read import show_size
+from unirun.spec.read import show_ranks, show_size
 from unirun.wire.reports import FROM, VERSION
 
 

@@ -16,7 +16,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from unirun.collocation.graph import show_ranks
 from unirun.errors import Fault, SpecError, UsageError
 from unirun.experiments.config import (
     AGENTS,
@@ -49,6 +48,7 @@ from unirun.experiments.models.api import FILE, ModelInterface
 from unirun.experiments.orders import check_reductions
 from unirun.experiments.tracking import tracker_faults
 from unirun.observe.jobdir import unirun_home
+from unirun.spec.read import show_ranks
 from unirun.wire.reporting import report
 
 Faults = Iterator[Fault]

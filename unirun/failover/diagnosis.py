@@ -11,10 +11,9 @@ import re
 import signal
 from typing import Literal
 
-from unirun.collocation.graph import show_ranks
 from unirun.failover.state import KEPT_FAILURES, Exit, Failure
 from unirun.observe.status import FailureStatus, shaped
-from unirun.spec.read import clipped
+from unirun.spec.read import clipped, show_ranks
 from unirun.values import Value
 
 # Error texts that blame a peer: those of torch 2.11 to 2.15, gloo and NCCL.

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from msgspec import field, to_builtins
 from msgspec.structs import replace
 
-from unirun.collocation.graph import show_ranks
 from unirun.errors import IllegalTransition
 from unirun.failover.diagnosis import record_of
 from unirun.failover.phases import PhaseEvent, is_allowed
@@ -25,6 +24,7 @@ from unirun.failover.state import (
     brief,
 )
 from unirun.spec.job import JobSpec
+from unirun.spec.read import show_ranks
 from unirun.values import RankAddress, Value, WorkerId
 from unirun.wire.messages import (
     FIRST,

@@ -25,8 +25,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from unirun.collocation.graph import show_ranks
 from unirun.spec.job import FIRST_STEP_TIMEOUT
+from unirun.spec.read import show_ranks
 from unirun.values import Value, WorkerId
 from unirun.wire.reports import RankProgress, Wait
 

@@ -15,7 +15,6 @@ from types import MappingProxyType
 from msgspec.structs import replace
 
 from unirun.collocation import Assignment, Inventory, Placement, place_again
-from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_PLACEMENT, PlacementError
 from unirun.failover.draft import JobDraft, ToWatchers, leader
 from unirun.failover.generations import form_if_all_are_there, obstructed, order_store
@@ -45,6 +44,7 @@ from unirun.failover.state import (
     waiting,
 )
 from unirun.spec.job import RoleSpec
+from unirun.spec.read import show_ranks
 from unirun.values import Value, WorkerId
 from unirun.wire.reports import Notice
 

@@ -11,7 +11,6 @@ from msgspec.json import encode as to_json
 from msgspec.structs import replace
 
 from unirun.collocation import Inventory
-from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_PLACEMENT, PlacementError
 from unirun.failover.draft import After, Arrived, Due, JobDraft, ToGuest, ToWatchers
 from unirun.failover.moving import (
@@ -33,6 +32,7 @@ from unirun.failover.policy import Decision
 from unirun.failover.restart_or_end import advance, end_job, give_up, unsettle
 from unirun.failover.state import ROLE_ENDS, Exit, Failure, JobPhase, JobState, RolePhase
 from unirun.failover.worker_failure import failure_of
+from unirun.spec.read import show_ranks
 from unirun.values import WorkerId
 from unirun.wire.messages import Dismissed, Drained, Offer, Ready, Shutdown
 from unirun.wire.reports import WorkerExited

@@ -11,7 +11,6 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
-from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_PLACEMENT, Refused
 from unirun.failover.draft import After, Due, JobDraft, ToWatchers, output_of
 from unirun.failover.generations import form_first, obstructed, opened, order_store, start_again
@@ -40,6 +39,7 @@ from unirun.failover.state import (
     WorkerState,
 )
 from unirun.spec.job import RoleSpec
+from unirun.spec.read import show_ranks
 from unirun.values import WorkerId
 from unirun.wire.messages import Reserve
 from unirun.wire.reports import Health, Placed

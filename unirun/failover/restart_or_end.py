@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Sequence
 
 from msgspec.structs import replace
 
-from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_FAILURE, EXIT_PLACEMENT, IllegalTransition, shortened
 from unirun.failover.diagnosis import collective_of, is_consequence, lost, missed, waited_for_a_peer
 from unirun.failover.draft import After, Due, Finish, JobDraft, ToWatchers
@@ -28,6 +27,7 @@ from unirun.failover.state import (
     RoleState,
     Verdict,
 )
+from unirun.spec.read import show_ranks
 from unirun.values import Value, WorkerId
 from unirun.wire.messages import FollowSteps, Shutdown, StopWorkers
 from unirun.wire.reports import Ending, Notice

@@ -10,8 +10,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from unirun.collocation.graph import show_ranks
 from unirun.errors import TrainingFailed
+from unirun.spec.read import show_ranks
 from unirun.values import Value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, groupby, zip_longest
+from itertools import chain, zip_longest
 from math import isfinite
 from statistics import median_low
 from typing import Literal
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from unirun.errors import Fault, SpecError
 from unirun.spec.job import DIRECTIONS, EDGE_KINDS, Direction, Edge, EdgeKind, Entry, JobSpec
-from unirun.spec.read import nearest
+from unirun.spec.read import nearest, show_ranks
 from unirun.values import Value
 from unirun.wire.reports import LATENCY_BOUNDS, CallCount, RankRange, bounded, merged
 
@@ -414,15 +414,6 @@ def _reason(side: Side, edge: Edge, through: str, distance: int) -> str:
     else:
         text = f"is not called by {through}"
     return f"{text} ({edge})"
-
-
-def show_ranks(ranks: Iterable[int]) -> str:
-    """Ascending `ranks` as people write them: ``0-3,7``."""
-    runs = []
-    for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
-        numbers = [rank for _, rank in run]
-        runs.append(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}")
-    return ",".join(runs)
 
 
 # The observed graph: from the calls that workers report.

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 
-from unirun.collocation.graph import show_ranks
 from unirun.errors import TrainingFailed, UsageError
 from unirun.experiments.graph import MicroBatchSpec
 from unirun.experiments.models.api import Generated, GenerationConfig, Loss, Place, Weight
@@ -26,6 +25,7 @@ from unirun.experiments.models.generation import Continuation, Slots
 from unirun.experiments.models.stage import Stage, whole
 from unirun.experiments.orders import check_reductions, combined
 from unirun.experiments.sample import SequenceSample
+from unirun.spec.read import show_ranks
 from unirun.wire.reporting import report
 
 

@@ -35,6 +35,7 @@ from unirun.roles.calls.policy import (
     mark,
     with_options,
 )
+from unirun.spec.read import show_ranks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -281,9 +282,6 @@ class RoleGroup(_Workers):
         return self._worker_handles[rank]
 
     def __repr__(self) -> str:
-        # Imported here: with the planner it is a third of what a rank imports that starts again.
-        from unirun.collocation.graph import show_ranks
-
         return f"<role group {self.role} with rank{'s' * (len(self) > 1)} {show_ranks(self._own_ranks)}>"
 
 

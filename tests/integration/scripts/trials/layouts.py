@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
 
-from unirun.collocation.graph import show_ranks
 from unirun.errors import TrainingFailed
 from unirun.experiments import (
     FinetuneSpec,
@@ -30,6 +29,7 @@ from unirun.experiments import (
 )
 from unirun.experiments.models.api import save_whole
 from unirun.experiments.models.backends import ShardedBackend, TrainBackend, causal_lm
+from unirun.spec.read import show_ranks
 
 SEQUENCES = 7
 CONFIG = {
