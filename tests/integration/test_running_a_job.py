@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from .harness import ENVIRON, Result, Script, Unirun, command_in
+from .harness import ENVIRON, EXEC, Result, Script, Unirun, command_in
 
 
 @pytest.fixture(scope="module")
@@ -152,3 +153,29 @@ class TestPrimaryRoles:
         )
         result = unirun("--roles", "early=1,late=1", train)
         assert (result.code, result.lines) == (0, ["late too"]), result.err
+
+
+LATE = """
+    import os, sys
+    from unirun.cli import main
+    from unirun.launcher.foreground.session import JobFollower
+
+    follow = JobFollower.run
+
+    async def late(self):
+        # When the first master has ended, with the job.
+        os.waitid(os.P_PID, self._processes._first, os.WEXITED | os.WNOWAIT)
+        return await follow(self)
+
+    JobFollower.run = late
+    sys.exit(main(sys.argv[1:]))
+    """
+
+
+def test_a_job_that_ends_before_its_command_reaches_the_master_has_succeeded(
+    unirun: Unirun, script: Script
+) -> None:
+    train = script("print('done')")
+    command = [sys.executable, str(script(LATE, "late.py")), *EXEC, str(train)]
+    result = unirun.start_program(command).end()
+    assert (result.code, result.lines) == (0, ["done"]), result.err

@@ -27,7 +27,8 @@ from unirun.errors import (
 )
 from unirun.failover.context import load
 from unirun.failover.silence import SILENCE_TIMEOUT
-from unirun.failover.status_views import farewell
+from unirun.failover.state import JobState
+from unirun.failover.status_views import farewell, present
 from unirun.launcher.foreground.console import Console, prefix_of, shown
 from unirun.launcher.foreground.terminal import warn
 from unirun.launcher.local import (
@@ -360,8 +361,15 @@ class JobFollower:
                     busy = _busy(error)
             self._bear_without_master()
             if self._processes.given_up(self._led, busy):
-                known = self._led and not self._requests.urgent
-                return await asyncio.to_thread(self._end_in_store) if known else None
+                # The first master may have led, and ended with the job, before this process has reached it.
+                led = self._led or self._job.first_context() is None
+                known = led and not self._requests.urgent
+                state = await asyncio.to_thread(self._state_in_store) if known else None
+                if state is None or (end := farewell(state)) is None:
+                    return None
+                for message in present(state):
+                    self._display.show(message)
+                return end
             await self._masters.news(NO_MASTER_POLL_INTERVAL)
 
     async def _follow_master(self, leader: Leader) -> Ended:
@@ -448,8 +456,8 @@ class JobFollower:
         await asyncio.sleep(FORCED_KILL_DELAY)
         self._processes.kill_agents()
 
-    def _end_in_store(self) -> Ended | None:
-        """Read the end of the job from the store, where a master has written it before it died."""
+    def _state_in_store(self) -> JobState | None:
+        """Read the job from the store, where a master has written its end before it died."""
         if self._job.head is not None:
             return None
         try:
@@ -461,7 +469,7 @@ class JobFollower:
         except StoreError as error:
             self._trouble = str(error)
             return None
-        return farewell(state) if state is not None and state.uid == self._job.uid else None
+        return state if state is not None and state.uid == self._job.uid else None
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
