@@ -34,15 +34,15 @@ $(VENV)/.system: Makefile | $(VENV)/.dev
 demo: $(VENV)/.installed
 	$(BIN)/unirun --roles actor=2,rollout=2 examples/ppo_cartpole/train.py --seeds 0,1,2 --out reward.png
 
-# Four tests at a time on two cores, as many wait for a process most of the time. The tests of a
-# file run in one process, so that shared fixtures are made once.
+# Four tests at a time on two cores, as many wait for a process most of the time. Everything is imported and collected
+# once, and the tests of a file run in one fork of that process (tests/forked.py).
 JOBS ?= 4
 test: $(VENV)/.dev $(VENV)/.system
-	$(BIN)/python -m pytest -q -p tests.flaky -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 20
+	$(BIN)/python -m pytest -q -p tests.flaky -p tests.forked --processes $(JOBS) --durations 20
 
 # All tests that start no process, with fewer examples of each property: about a minute.
 quick: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/unit tests/test_architecture.py -m "not starts_processes" --hypothesis-profile quick
+	$(BIN)/python -m pytest -q -p tests.forked --processes 2 tests/unit tests/test_architecture.py -m "not starts_processes" --hypothesis-profile quick
 
 # More simulated histories. A failing seed is printed, and UNIRUN_SIM_SEED=N repeats it. Then, with MODULE for one part alone:
 # some of CPython's own tests, under plain python and in workers (half an hour; MODULE=test_signal runs one module of them);
@@ -57,7 +57,7 @@ soak: $(VENV)/.dev
 
 # Ten times as many random examples of each property; `make test` has the same ones each time. This takes long.
 properties: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/unit -m "not starts_processes" --hypothesis-profile properties
+	$(BIN)/python -m pytest -q -p tests.forked --processes 2 tests/unit -m "not starts_processes" --hypothesis-profile properties
 
 # The tests of `make test` that run a few times or in one variant there, more often and in all variants: 500 pairs of kills,
 # with the times until all ranks are up again; fifty deaths of the master; one before and after each of its writes; deaths

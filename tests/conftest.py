@@ -14,7 +14,7 @@ variable to it.
 
 The networks of tests are small. Two threads that compute one of them spend most of their time waiting for each other.
 
-Output that no terminal shows is of any width: pytest-xdist tells its workers the width of the terminal.
+Output that no terminal shows is of any width, also where the terminal of the tests has told its own.
 
 What was imported for the tests lives until the end: the garbage collector does not look at it again. With torch imported a
 full collection takes half a second, and tests that end with one, or make many objects, cause many.

@@ -2,7 +2,7 @@
 
 ``-p tests.flaky`` remembers how a run ended. ``-p tests.flaky --again --last-failed --last-failed-no-failures none`` is
 the second run. It passes when each test that had failed passes. It runs nothing, and ends with `NOTHING_RUN`, when tests
-have not just failed: after an error of the collection, an interruption, or a worker of xdist that has crashed.
+have not just failed: after an error of the collection, an interruption, or the crash of a process of `tests.forked`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ENDED, _FAILED = "flaky/ended", "cache/lastfailed"
 """Keys in pytest's cache; the second one is that of ``--last-failed``."""
 
 _PHASES = ("setup", "call", "teardown")
-"""The phases of pytest's reports; xdist's report of a test in which a worker has crashed has another one."""
+"""The phases of pytest's reports; the report of a test in which its process has crashed has another one."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,8 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose between the two runs."""
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(SecondRun(config) if config.getoption("again") else FirstRun(config))
+    config.pluginmanager.register(SecondRun(config) if config.getoption("again") else FirstRun(config))
 
 
 class FirstRun:
@@ -37,7 +36,7 @@ class FirstRun:
         self._config, self._crashed = config, False
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note the crash of a worker of xdist."""
+        """Note the crash of a process."""
         self._crashed |= str(report.when) not in _PHASES
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
@@ -63,7 +62,7 @@ class SecondRun:
         """End at once when running again would prove nothing."""
         status = self._ended["status"]
         if self._ended["crashed"]:
-            pytest.exit("not run again: a worker of xdist has crashed", NOTHING_RUN)
+            pytest.exit("not run again: a process of the tests has crashed", NOTHING_RUN)
         if status != pytest.ExitCode.TESTS_FAILED or not self._wanted:
             pytest.exit(f"not run again: the first run has ended with {status}", NOTHING_RUN)
 

@@ -6,8 +6,6 @@ All of a start method's scripts run in one job, each as a role of its own.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import py_compile
 import textwrap
 import zipfile
@@ -129,15 +127,9 @@ class Ran:
 
 @pytest.fixture(scope="module", params=variants("fork", "exec"))
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """One job for all processes of pytest-xdist: the tests only read what it has left."""
-    base = tmp_path_factory.getbasetemp()
-    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"fresh-{request.param}"
-    with root.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (root / "ran").exists():
-            root.mkdir()
-            run_all(root, request.param)
-            (root / "ran").touch()
+    """One job for all tests, which only read what it has left."""
+    root = tmp_path_factory.mktemp("fresh")
+    run_all(root, request.param)
     return Ran(Unirun(root), request.param)
 
 

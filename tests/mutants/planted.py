@@ -34,7 +34,7 @@ ENOUGH = 0.95
 
 KINDS = ("arithmetic", "second time", "exactly once", "half-written", "deadline", "leak", "mode", "wake-up")
 
-PYTEST = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=120")
+PYTEST = ("-q", "-x", "-p", "no:cacheprovider", "--timeout=120")
 
 SMALL = 1 << 16
 """The size of the largest script, in bytes."""

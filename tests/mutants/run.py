@@ -25,7 +25,7 @@ ENOUGH = 0.9
 
 PYTEST = (
     *("-p", "tests.mutants.plugin", "--hypothesis-profile=mutants", "--timeout=120"),
-    *("-p", "no:xdist", "-p", "no:cacheprovider", "-p", "no:unraisableexception"),
+    *("-p", "no:cacheprovider", "-p", "no:unraisableexception"),
 )
 
 SETTINGS = {
