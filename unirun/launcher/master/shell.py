@@ -306,6 +306,8 @@ class Master:
         self._watchers: set[Stream] = set()
         self._visitors = Visitors(lambda: self._writer.certain, self._apply)
         self._owner: Stream | None = None
+        self._owner_comes = state.owned
+        """The owner has not attached yet."""
         self._owner_due: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._waking: asyncio.Task[None] | None = None
@@ -376,7 +378,7 @@ class Master:
     def _owner_left(self, stream: Stream | None) -> None:
         """The stream of the owner has ended, or (None) it should have attached by now. It may have attached again."""
         if self._owner is stream and self._state.phase not in JOB_ENDS:
-            self._owner = None
+            self._owner, self._owner_comes = None, False
             self._apply(OwnerLost())
 
     def _agent_gone(self, node: str) -> None:
@@ -557,7 +559,7 @@ class Master:
                     await self._follow_agent(first, stream)
                 case Attach(owner):
                     if owner:
-                        self._owner = stream
+                        self._owner, self._owner_comes = stream, False
                         if self._owner_due is not None:
                             self._owner_due.cancel()
                     await self._follow_watcher(stream)
@@ -677,7 +679,8 @@ class Master:
     async def _say_goodbye(self) -> None:
         """Tell everybody; leave when all streams are closed from the other side, or after `STREAM_CLOSE_TIMEOUT`.
 
-        A master that has found the job ended waits for those who do not know it yet.
+        A master that has found the job ended waits for those who do not know it yet, and each master for the owner: a
+        short job may end before its command has attached.
         """
         await self._status_file.write()
         for agent in self._agents.values():
@@ -686,7 +689,9 @@ class Master:
             self._tell_watchers(end)
             self._visitors.tell(end)
         deadline = time.monotonic() + STREAM_CLOSE_TIMEOUT
-        while (left := deadline - time.monotonic()) > 0 and (self._tasks or self._unaware):
+        while (left := deadline - time.monotonic()) > 0 and (
+            self._tasks or self._unaware or self._owner_comes
+        ):
             if self._tasks:
                 await asyncio.wait(set(self._tasks), timeout=left)
             else:
