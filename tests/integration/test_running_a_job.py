@@ -163,19 +163,21 @@ LATE = """
     follow = JobFollower.run
 
     async def late(self):
-        # When the first master has ended, with the job.
-        os.waitid(os.P_PID, self._processes._first, os.WEXITED | os.WNOWAIT)
+        # When the agent has ended with the job, or also the master, which waits for this command.
+        processes = {"agent": self._processes._agents[0], "master": self._processes._first}
+        os.waitid(os.P_PID, processes[sys.argv.pop(1)], os.WEXITED | os.WNOWAIT)
         return await follow(self)
 
     JobFollower.run = late
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[2:]))
     """
 
 
+@pytest.mark.parametrize("until", ["agent", "master"])
 def test_a_job_that_ends_before_its_command_reaches_the_master_has_succeeded(
-    unirun: Unirun, script: Script
+    unirun: Unirun, script: Script, until: str
 ) -> None:
     train = script("print('done')")
-    command = [sys.executable, str(script(LATE, "late.py")), *EXEC, str(train)]
+    command = [sys.executable, str(script(LATE, "late.py")), until, *EXEC, str(train)]
     result = unirun.start_program(command).end()
     assert (result.code, result.lines) == (0, ["done"]), result.err
