@@ -12,35 +12,46 @@ import pytest
 from tests.contract.store.etcd_server import EtcdCluster
 from tests.waiting import eventually
 from unirun.experiments.starting import PRELOAD
+from unirun.launcher.orders import PRELOAD_CALLS
 from unirun.train import Trainer
 from unirun.train.setup import PRELOAD as PRELOAD_OF_FUNCTIONS
 
 from ..testbed.fixtures import hosts as hosts
 from ..testbed.fixtures import slurm as slurm
 from ..testbed.fixtures import slurm_of_hosts as slurm_of_hosts
+from ..testbed.fixtures import warm_hosts as warm_hosts
 from .harness import EXEC, Running, Script, Unirun, home_of, swept
 from .invariants import no_thread_left
 from .serving import SERVE_SCRIPT
-from .warm import ONE_THREAD, Warm, WarmUnirun, warm_in
+from .warm import ONE_THREAD, Warm, WarmUnirun
 
 
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
-    """Warm processes for jobs of one rank and of several, so that not every job imports torch."""
-    with warm_in(tmp_path_factory.mktemp("warm")) as processes:
+    """Warm processes for jobs of one rank, of several, and of those that make calls, so that not every job imports torch."""
+    with contextlib.closing(Warm(tmp_path_factory.mktemp("warm"))) as processes:
+        processes.fork()
+        processes.fork(env=ONE_THREAD)
+        processes.fork(*PRELOAD_CALLS, env=ONE_THREAD)
         yield processes
 
 
 @pytest.fixture(scope="session")
 def warm_models(warm: Warm) -> None:
     """One more warm process, which has imported what the workers of trials import."""
-    warm.start("--preload", ",".join(PRELOAD), env=ONE_THREAD)
+    warm.fork(*PRELOAD, env=ONE_THREAD)
 
 
 @pytest.fixture(scope="session")
 def warm_functions(warm: Warm) -> None:
     """One more warm process, which has imported what the workers of trainers import."""
-    warm.start("--preload", ",".join(PRELOAD_OF_FUNCTIONS), env=ONE_THREAD)
+    warm.fork(*PRELOAD_OF_FUNCTIONS, env=ONE_THREAD)
+
+
+@pytest.fixture(scope="session")
+def warm_rpc(warm: Warm) -> None:
+    """One more warm process, for jobs whose calls are those of torch."""
+    warm.fork(*PRELOAD_CALLS, env={**ONE_THREAD, "TORCH_CPP_LOG_LEVEL": "ERROR"})
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,8 @@ import torch
 
 import unirun as package
 from tests.effort import variants
-from tests.integration.harness import Script, Unirun, command_in
+from tests.integration.harness import Script, Unirun, swept
+from tests.integration.warm import Warm, WarmUnirun
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import InvocationTimeout, JobError, RemoteTraceback, UsageError, WorkerLost
 from unirun.train import JobHandle
@@ -57,9 +58,10 @@ if sys.argv[1:] == ["killed"]:
 
 
 @pytest.fixture(scope="module")
-def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unirun]:
+def command(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[Unirun]:
     """A job that serves calls, and its command."""
-    with command_in(tmp_path_factory.mktemp("served")) as command, pytest.MonkeyPatch.context() as patch:
+    served = WarmUnirun(tmp_path_factory.mktemp("served"), warm)
+    with swept(served) as command, pytest.MonkeyPatch.context() as patch:
         patch.setenv("UNIRUN_HOME", str(command.home))
         (command.root / "served.py").write_text(textwrap.dedent(SERVED))
         (command.root / "job.yaml").write_text(JOB)

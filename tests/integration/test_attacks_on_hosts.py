@@ -106,6 +106,7 @@ def holders(host: Host, secret: bytes) -> list[str]:
     return found
 
 
+@pytest.mark.cold  # a warm process listens, too
 @pytest.mark.chaos
 def test_a_job_under_attack_goes_on_and_its_token_is_nowhere(hosts: Hosts, tmp_path: Path) -> None:
     for host in hosts:

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.integration.harness import SCRIPTS, START_TIMEOUT, Result, Script, Unirun, command_in
+from tests.integration.harness import SCRIPTS, START_TIMEOUT, Result, Script, Unirun, swept
 from tests.integration.kills import COLLECTIVES, calls_of, kill_stores
+from tests.integration.warm import Warm, WarmUnirun
 from tests.waiting import WAIT_TIMEOUT
+
+pytestmark = pytest.mark.usefixtures("warm_rpc")
 
 Played = tuple[Unirun, dict[str, Any]]
 """The finished command, and the output of the job's trainer."""
@@ -33,9 +36,11 @@ def told(result: Result) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=["torch", "socket"])
-def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
+def plain(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, warm: Warm
+) -> Iterator[Played]:
     """One job without failures, over each transport."""
-    with command_in(tmp_path_factory.mktemp("plain")) as command:
+    with swept(WarmUnirun(tmp_path_factory.mktemp("plain"), warm)) as command:
         result = run(command, "Plain", "--transport", request.param, "--env", "actor:FLAVOUR=sour")
         yield command, told(result)
 

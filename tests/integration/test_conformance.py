@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from .conformance import (
 )
 from .conformance_ends import CASES, ends_in, ends_under_python, ends_under_unirun, faults_of_ends
 from .harness import SCRIPTS, Unirun
+from .warm import Warm, warm_in
 
 LOOKS = [
     name.replace("_", " ")
@@ -123,6 +125,13 @@ class TestTheTableOfDifferences:
         told = {(row[0].strip("`"), method) for row in rows for method in row[1].split(", ")}
         assert told == {(each.property, method) for each in ALLOWED for method in each.methods}
         assert all(row[2] for row in rows), "each with its reason"
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    """As users start them: what their workers have is looked at."""
+    with warm_in(tmp_path_factory.mktemp("warm")) as processes:
+        yield processes
 
 
 class TestAWorkerIsLikeAFreshProcess:

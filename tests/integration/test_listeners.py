@@ -59,6 +59,7 @@ def owned_by(found: list[Listener], unirun: Unirun, who: str) -> list[Listener]:
     return [each for each in found if pid in each.owners]
 
 
+@pytest.mark.usefixtures("warm_rpc")
 @pytest.mark.parametrize("transport", ["torch", "socket"])
 def test_a_job_listens_on_loopback_and_in_its_own_directory_only(
     unirun: Unirun, script: Script, transport: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Iterator
@@ -59,10 +60,9 @@ def cluster() -> Iterator[Slurm]:
 @pytest.fixture(scope="session")
 def warm_steps(warm: Warm) -> None:
     """Warm processes for spawners in steps, which have root's group as a supplementary one; one is for trials."""
-    for more in ((), ("--preload", ",".join(PRELOAD))):
-        start = ["setpriv", "--groups", "0", UNIRUN, "warm", "start", *more]
-        done = warm.command.start_program(start, env=ONE_THREAD).end()
-        assert done.code == 0, done.err
+    warm.fork(holder=os.getpid())
+    warm.fork(holder=os.getpid(), env=ONE_THREAD)
+    warm.fork(*PRELOAD, holder=os.getpid(), env=ONE_THREAD)
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ from tests.waiting import WAIT_TIMEOUT, eventually
 
 from .harness import gone, state_of
 
+pytestmark = pytest.mark.cold  # on hosts without warm processes
+
 
 def connects(source: Host, target: Host, timeout: float = 1.0) -> float | None:
     """Seconds until `source` has connected to sshd of `target`, or None."""

@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.testbed.warm import TITLE, Importing, new_folder
 from tests.waiting import eventually
+from unirun.launcher.orders import PRELOAD
 from unirun.launcher.warm.borrowing import Borrowed, running, start
+from unirun.launcher.warm.key import DESCRIPTION
 
 from .harness import START_TIMEOUT, Running, Unirun, gone, processes_of
-
-TITLE = "unirun-warm"
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """With these modules, one warm process serves jobs of one rank and of several."""
@@ -34,6 +35,13 @@ class Warm:
         """Start one, as `unirun warm` does."""
         result = self.command("warm", "start", *options, **how)
         assert result.code == 0, result.err
+
+    def fork(self, *preload: str, env: Mapping[str, str] | None = None, holder: int = 0) -> None:
+        """Fork one from a process that imports `preload` once for all tests. With a process as `holder` it is as in a
+        session or a step there: with root's group as a supplementary one."""
+        folder = new_folder(self.run)
+        Importing((*PRELOAD, *preload), self.command.environment(env)).fork(self.command.home, folder, holder)
+        eventually((folder / DESCRIPTION).exists, "it is ready", START_TIMEOUT)
 
     @property
     def pids(self) -> list[int]:
@@ -85,12 +93,9 @@ class Borrowing(WarmUnirun):
 @contextlib.contextmanager
 def warm_in(root: Path, *options: object, **how: Any) -> Iterator[Warm]:
     """Warm processes that are ready, and end with the context."""
-    warm = Warm(root)
-    try:
+    with contextlib.closing(Warm(root)) as warm:
         warm.start(*options, **how)
         yield warm
-    finally:
-        warm.close()
 
 
 def ready(

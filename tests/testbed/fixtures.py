@@ -10,6 +10,8 @@ import pytest
 from tests.testbed.hosts import Hosts
 from tests.testbed.machine import Unavailable
 from tests.testbed.slurm import Slurm
+from tests.testbed.warm import WarmHosts
+from unirun.observe.jobdir import temporary
 
 
 @contextmanager
@@ -21,10 +23,19 @@ def available() -> Iterator[None]:
         pytest.skip(str(error))
 
 
+@pytest.fixture(scope="session")
+def warm_hosts(tmp_path_factory: pytest.TempPathFactory) -> WarmHosts:
+    """Warm processes of hosts, so that not every agent imports torch."""
+    return WarmHosts(tmp_path_factory.mktemp("warm-hosts"))
+
+
 @pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    """Three hosts without a shared directory."""
+def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    """Three hosts without a shared directory. Each has a warm process where jobs look for one, but for tests that are
+    marked ``cold``."""
     with available(), Hosts(3) as three:
+        if request.node.get_closest_marker("cold") is None:
+            request.getfixturevalue("warm_hosts").warm(three, temporary("warm processes"))
         yield three
 
 

@@ -87,10 +87,11 @@ class Host:
     # What runs there.
 
     def inside(self, argv: Sequence[object], cwd: Path | None = None) -> list[str]:
-        """The command line that runs `argv` in this host, in `cwd`, by default its home. The process that is started with
-        it becomes that of `argv`."""
+        """The command line that runs `argv` in this host, in `cwd`, by default its home, with the groups of a session over
+        ssh. The process that is started with it becomes that of `argv`."""
         place = ["--mount", "--uts", "--ipc", "--net", f"--wdns={cwd or HOME}"]
-        return ["nsenter", "--target", str(self._holder.pid), *place, "--", *map(str, argv)]
+        nsenter = ["nsenter", "--target", str(self._holder.pid), *place, "--"]
+        return [*nsenter, "setpriv", "--groups", "0", *map(str, argv)]
 
     def popen(
         self,

@@ -138,9 +138,10 @@ class Hosts:
         return self.folder / "bin"
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        """The environment of a user of these hosts: that of this process, without what launchers set. Commands on this
-        machine have another HOME with it as well, which is empty at first."""
-        prefixes = ("PET_", "TORCHELASTIC_", "UNIRUN_", "SLURM_", "XDG_", "SSH_")
+        """The environment of a user of these hosts: that of this process, without what launchers set, and without a
+        language, as a session over ssh has none. Commands on this machine have another HOME with it as well, which is
+        empty at first."""
+        prefixes = ("PET_", "TORCHELASTIC_", "UNIRUN_", "SLURM_", "XDG_", "SSH_", "LANG", "LC_")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED"):
             kept.pop(name, None)

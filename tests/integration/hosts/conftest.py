@@ -9,17 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.testbed.hosts import Hosts
-from tests.testbed.warm import WarmHosts
 
 from ..harness import swept
 from .cluster import UnirunOnHosts
-
-
-@pytest.fixture(scope="session")
-def warm_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmHosts]:
-    """Warm processes of hosts, so that not every agent imports torch."""
-    with WarmHosts(tmp_path_factory.mktemp("warm-hosts")) as processes:
-        yield processes
 
 
 @pytest.fixture

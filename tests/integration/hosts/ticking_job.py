@@ -10,6 +10,7 @@ from textwrap import dedent
 
 from tests.testbed.host import Host
 from tests.testbed.hosts import Hosts
+from tests.testbed.warm import is_warm
 from tests.waiting import WAIT_TIMEOUT, eventually
 
 from ..harness import EXEC, START_TIMEOUT, UNIRUN
@@ -114,7 +115,7 @@ class TickingJob:
 
         def ours() -> list[str]:
             found = []
-            for pid in host.pids():
+            for pid in (each for each in host.pids() if not is_warm(each)):
                 with contextlib.suppress(OSError):
                     found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
             return [line for line in found if not line.startswith("sshd: ")]

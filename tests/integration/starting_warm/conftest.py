@@ -15,6 +15,13 @@ from tests.integration.warm import ONE_THREAD, Borrowing, Warm, warm_in
 from tests.waiting import WAIT_TIMEOUT
 
 
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    """As users start them: these tests are about them."""
+    with warm_in(tmp_path_factory.mktemp("warm")) as processes:
+        yield processes
+
+
 @pytest.fixture
 def unirun(warm: Warm, tmp_path: Path) -> Iterator[Unirun]:
     """The command, for jobs that tell that they are warm. The warm processes are to be as they were."""
