@@ -93,7 +93,7 @@ class Invariants:
     _began: float
     _orders_lost: bool
 
-    def trace(self, text: str) -> None:
+    def trace(self, text: str, *about: object) -> None:
         """Note something for a failing seed."""
         raise NotImplementedError
 
@@ -401,7 +401,7 @@ class Invariants:
 
     def checked_agent(self, node: NodeModel, before: AgentState, event: events.Event) -> None:
         """Check what must hold after a step of an agent's core."""
-        self.trace(f"{node.name}: {_brief(event)}")
+        self.trace(f"{node.name}:", _brief(event))
         state = node.state
         if isinstance(event, events.Order) and state.view is not before.view and state.view is not None:
             self.views.seen(node.name, event.epoch, state.view)
@@ -516,7 +516,7 @@ def _stage(role: RoleState) -> tuple[RolePhase, int, int]:
     return role.phase, role.generation, role.restarts
 
 
-def _brief(event: events.Event) -> str:
+def _brief(event: events.Event) -> object:
     if isinstance(event, events.Launch):
         return f"Launch({', '.join(f'{w.who}#{w.who.incarnation}' for w in event.workers)})"
-    return str(event)
+    return event

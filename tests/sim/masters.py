@@ -14,7 +14,7 @@ from tests.sim.store import RUN, ProcessKilled
 from tests.unit.failover.context.states import kept
 from tests.unit.failover.invariants import check_job
 from unirun.errors import EXIT_FAILURE, Fenced, StoreError
-from unirun.failover.context import ContextStore, Ledger, encode, load, urgent
+from unirun.failover.context import ContextStore, Ledger, load, urgent
 from unirun.failover.crashes import (
     abort_step,
     begin_abort,
@@ -244,7 +244,7 @@ class MasterModel:
             self.awake(lambda: self.apply(event))
             return
         before = self.state
-        self.simulation.trace(f"master {self.number}: {event}")
+        self.simulation.trace(f"master {self.number}:", event)
         assert self.term is not None
         if self.ends:
             self.state, commands = abort_step(self.state, event, self._now())
@@ -305,7 +305,7 @@ class MasterModel:
             self.simulation.clock.after(0.4, lambda: self.awake(lambda: self._write(target)))
             return
         self.simulation.trace(f"master {self.number} has written")
-        if encode(self.ledger.kept) != encode(target):
+        if self.ledger.kept != target:
             self._check_kept(target)
         self._crash("after a write", 0.02)
         if not self.alive:
@@ -341,10 +341,10 @@ class MasterModel:
             match command:
                 case ToAgent(node, message):
                     if node in self.agents:
-                        self.simulation.trace(f"  {self.number} to {node}: {message}")
+                        self.simulation.trace(f"  {self.number} to {node}:", message)
                         self.agents[node].send(message)
                 case ToAgents(nodes, message):
-                    self.simulation.trace(f"  {self.number} to {', '.join(nodes)}: {message}")
+                    self.simulation.trace(f"  {self.number} to {', '.join(nodes)}:", message)
                     for node in nodes:
                         if node in self.agents:
                             self._send_view(node, message)

@@ -48,7 +48,7 @@ class SimulationOfMasters(Protocol):
     def wall(self, node: str) -> float:
         """The wall clock of a node."""
 
-    def trace(self, text: str) -> None:
+    def trace(self, text: str, *about: object) -> None:
         """Note something for a failing seed."""
 
     def stepped(
@@ -124,7 +124,7 @@ class SimulationOfNodes(Protocol):
     def kill_pids(self, pids: tuple[int, ...]) -> None:
         """SIGKILL."""
 
-    def trace(self, text: str) -> None:
+    def trace(self, text: str, *about: object) -> None:
         """Note something for a failing seed."""
 
     network: Network

@@ -49,7 +49,7 @@ class Simulation(Accidents):
         self.scenario = scenario or make_scenario(seed)
         self.rng = random.Random(f"history {seed}")
         self.clock = FakeClock()
-        self.log: list[str] = []
+        self._log: list[tuple[float, str, tuple[object, ...]]] = []
         self.stores: dict[str, StoreModel] = {}
         self.queues: dict[str, list[Callable[[], None]]] = {}
         self.opened: dict[str, int] = {}
@@ -166,9 +166,14 @@ class Simulation(Accidents):
             if process.pid in pids:
                 process.alive = False
 
-    def trace(self, text: str) -> None:
+    def trace(self, text: str, *about: object) -> None:
         """Note something for a failing seed."""
-        self.log.append(f"{self.clock.now - 1_000_000.0:10.4f}  {text}")
+        self._log.append((self.clock.now - 1_000_000.0, text, about))
+
+    @property
+    def log(self) -> list[str]:
+        """The notes as lines, which only a failing seed needs."""
+        return [f"{when:10.4f}  {' '.join(map(str, (text, *about)))}" for when, text, about in self._log]
 
     # what masters ask for
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import NoReturn
 
 from unirun.errors import IllegalTransition
 from unirun.failover.state import JOB_ENDS, ROLE_ENDS, JobState, Looked, RolePhase, RoleState, WorkerPhase
@@ -11,35 +12,44 @@ from unirun.failover.state import JOB_ENDS, ROLE_ENDS, JobState, Looked, RolePha
 def check_role(role: RoleState, max_restarts: int, *, has_window: bool = False) -> None:
     """Raise `IllegalTransition` when an invariant does not hold."""
 
-    def hold(true: bool, otherwise: str) -> None:
-        if not true:
-            raise IllegalTransition(f"role {role.name} {otherwise}")
+    def wrong(what: str) -> NoReturn:
+        raise IllegalTransition(f"role {role.name} {what}")
 
+    # Texts are made for what is wrong alone: this runs after each step of each history.
     counted = Counter(worker.count_key for worker in role.workers)
-    hold(role.workers.counts == counted, f"has {counted} and counts {role.workers.counts}")
+    if role.workers.counts != counted:
+        wrong(f"has {counted} and counts {role.workers.counts}")
     ranks = [worker.rank for worker in role.workers]
-    hold(ranks == list(range(len(ranks))), "has ranks that are not 0..n-1")
-    hold(role.phase not in ROLE_ENDS or not role.living, f"is {role.phase} and has live workers")
-    hold(role.phase is not RolePhase.RUNNING or role.settled, f"is running with {role.running} ranks")
-    hold(role.phase is not RolePhase.REFORMING or not role.settled, "is reforming and complete")
-    survives = role.restart == "process" or any(worker.resilient is not None for worker in role.workers)
-    # All ranks may have been on a node that is drained.
-    survives |= all(worker.incarnation > 0 for worker in role.workers)
-    hold(role.phase is not RolePhase.REFORMING or survives, "reforms, which it cannot")
+    if ranks != list(range(len(ranks))):
+        wrong("has ranks that are not 0..n-1")
+    if role.phase in ROLE_ENDS and role.living:
+        wrong(f"is {role.phase} and has live workers")
+    if role.phase is RolePhase.RUNNING and not role.settled:
+        wrong(f"is running with {role.running} ranks")
+    if role.phase is RolePhase.REFORMING:
+        if role.settled:
+            wrong("is reforming and complete")
+        survives = role.restart == "process" or any(worker.resilient is not None for worker in role.workers)
+        # All ranks may have been on a node that is drained.
+        if not survives and any(worker.incarnation == 0 for worker in role.workers):
+            wrong("reforms, which it cannot")
     own_budgets = role.is_program and role.restart == "process"
     # Of a role with a window, `paid` are those that count; of others, `restarts` have to.
     paid = max((len(w.paid) for w in role.workers), default=0) if own_budgets else len(role.paid)
     restarts = paid if own_budgets or has_window else role.restarts
-    hold(restarts <= max_restarts, f"has {restarts} restarts, which is over its budget")
-    hold(role.opened <= role.generation, f"has a store of generation {role.opened}, which is to come")
+    if restarts > max_restarts:
+        wrong(f"has {restarts} restarts, which is over its budget")
+    if role.opened > role.generation:
+        wrong(f"has a store of generation {role.opened}, which is to come")
     for worker in role.workers:
-        who = f"has rank {worker.rank}"
-        formed = role.is_program or worker.incarnation <= role.generation
-        hold(formed, f"{who} started more often than it was formed")
-        hold(worker.generation <= role.generation, f"{who} in a generation that is to come")
-        hold(not worker.addresses or worker.phase is WorkerPhase.SERVING, f"{who} called though it is away")
-    if role.phase is RolePhase.SUCCEEDED:
-        hold(role.has_done_its_work, "succeeded without all of its workers")
+        if worker.incarnation > role.generation and not role.is_program:
+            wrong(f"has rank {worker.rank} started more often than it was formed")
+        if worker.generation > role.generation:
+            wrong(f"has rank {worker.rank} in a generation that is to come")
+        if worker.addresses and worker.phase is not WorkerPhase.SERVING:
+            wrong(f"has rank {worker.rank} called though it is away")
+    if role.phase is RolePhase.SUCCEEDED and not role.has_done_its_work:
+        wrong("succeeded without all of its workers")
 
 
 def check_job(state: JobState) -> None:
