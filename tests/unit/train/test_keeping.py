@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from unirun.errors import TrainingFailed, WorkerLost
+from unirun.train import running
 from unirun.train.callbacks import Callbacks
-from unirun.train.checkpoints import CheckpointStrategy
+from unirun.train.checkpoints import CheckpointStrategy, Info
 from unirun.train.running import TrainingIterator
 from unirun.train.worker import RunTask
 
@@ -31,21 +32,50 @@ class Answered:
         return self._answer()
 
 
+class Going(Answered):
+    """In place of the ref of a call that is over when it was waited for so often."""
+
+    def __init__(self, waits: int, answer: Callable[[], Any]) -> None:
+        super().__init__(answer)
+        self._left = waits
+
+    def done(self) -> bool:
+        return self._left <= 0
+
+    def exception(self) -> BaseException | None:
+        assert self.done()
+        try:
+            self._answer()
+        except (WorkerLost, ValueError) as error:
+            return error
+        return None
+
+    def wake_with(self, wake: Callable[[Any], None]) -> None:
+        self._left -= 1
+
+    def forget_wake(self, wake: Callable[[Any], None]) -> None: ...
+
+
 class Committing:
     """In place of a group of which rank 0 answers `commit`."""
 
-    def __init__(self, answer: Any) -> None:
-        self._answer, self.commit = answer, self
+    def __init__(self, ref: Answered) -> None:
+        self._ref, self.commit = ref, self
 
     def __getitem__(self, rank: int) -> Committing:
         return self
 
     def call_async(self, attempt: int, number: int) -> Any:
-        return Answered(lambda: self._answer)
+        return self._ref
 
 
 def kept(answer: Any, run: Callable[[], Any]) -> TrainingIterator:
     """The iterator, after it had a checkpoint committed: rank 0 gave `answer`, and `run` is the end of the run."""
+    return kept_by(Answered(lambda: answer), Answered(run))
+
+
+def kept_by(commit: Answered, run: Answered) -> TrainingIterator:
+    """The same with the calls of `commit` and of the run."""
     unused: Any = SimpleNamespace(workers=None)
     iterator = TrainingIterator(
         unused,
@@ -59,8 +89,8 @@ def kept(answer: Any, run: Callable[[], Any]) -> TrainingIterator:
         elastic=False,
         grow_every=60.0,
     )
-    group: Any = Committing(answer)
-    ref: Any = Answered(run)
+    group: Any = Committing(commit)
+    ref: Any = run
     iterator._keep(group, ref, 1, 7)
     return iterator
 
@@ -81,3 +111,23 @@ def test_a_checkpoint_that_was_given_up_is_never_taken_for_one_that_counts() -> 
 
 def test_a_run_may_keep_no_checkpoints() -> None:
     assert kept([], lost).checkpoints == []
+
+
+def fail() -> Any:
+    raise ValueError("of the function")
+
+
+@pytest.mark.parametrize("end", [lost, fail, lambda: ["done"]])
+@pytest.mark.parametrize("ended", [1, 2, 3])
+@pytest.mark.parametrize("written", [1, 2, 3])
+def test_a_checkpoint_is_waited_for_until_it_is_written_or_a_rank_is_lost_that_may_not_have_written_its_part(
+    monkeypatch: pytest.MonkeyPatch, end: Callable[[], Any], ended: int, written: int
+) -> None:
+    monkeypatch.setattr(running, "INTERRUPT_POLL_INTERVAL", 0.0)
+    info = Info(7, "/there/000007")
+    commit, run = Going(written, lambda: [info]), Going(ended, end)
+    if end is lost and ended < written:
+        with pytest.raises(WorkerLost, match="worker:0 was lost"):
+            kept_by(commit, run)
+    else:
+        assert kept_by(commit, run).checkpoints == [info]

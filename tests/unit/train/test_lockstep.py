@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -80,6 +81,38 @@ def test_a_checkpoint_that_would_not_be_kept_is_an_error_of_the_next_round_and_o
 def test_another_rank_than_0_that_saves_alone_again_and_again_is_an_error_of_the_second_round() -> None:
     with pytest.raises(TrainingFailed, match="rank 0 no checkpoints, rank 1 2 checkpoints"):
         rounds_of([saved(0), saved(1)], [saved(0), saved(2)])
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3), min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_ranks_that_have_saved_unequally_often_may_do_so_at_one_report_and_not_at_the_end(
+    saves: list[list[int]], together: bool
+) -> None:
+    """`saves` are the checkpoints that each rank saves before each report; the last ones come before the end."""
+    totals = [[sum(some[each] for some in saves[: at + 1]) for each in range(3)] for at in range(len(saves))]
+
+    def lags(counts: list[int]) -> dict[int, int]:
+        """The ranks with a checkpoint that rank 0 has not, or without one that needs all; and how far all have come."""
+        return {
+            each: min(count, counts[0])
+            for each, count in enumerate(counts)
+            if count > counts[0] or (together and count < counts[0])
+        }
+
+    wrong = lags(totals[-1])
+    for before, after in pairwise(totals[:-1]):
+        wrong |= dict(lags(before).items() & lags(after).items())
+    said = [[saved(count, together=together and count > 0) for count in counts] for counts in totals]
+    try:
+        found = rounds_of(*said[:-1], end=said[-1])
+    except TrainingFailed as error:
+        assert wrong
+        assert error.problem.startswith("the ranks have saved unequally often: rank 0 ")
+    else:
+        assert not wrong
+        assert [each is not None for each, _ in found] == [True] * len(saves)
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -16,6 +16,7 @@ import os
 import random
 import shutil
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,8 @@ from msgspec.structs import replace
 from tests.effort import examples
 from tests.waiting import WAIT_TIMEOUT
 from unirun import train
-from unirun.errors import WorkerLost
+from unirun.errors import TrainingFailed, UsageError, WorkerLost
+from unirun.train import running
 from unirun.train import session as sessions
 from unirun.train.callbacks import Callbacks, CsvLoggerCallback, JsonLoggerCallback, TrainingCallback
 from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Info, load
@@ -361,7 +363,7 @@ class Worker:
         self._workers, self._rank = workers, rank
         self.take = Method(lambda attempt, number: workers.take(rank, number))
         self.commit = Method(lambda attempt, number: workers.commit(number))
-        self.interrupt = Method(lambda attempt, reason: None)
+        self.interrupt = Interrupt(workers._run.interrupts)
 
     def clear(self, url: str) -> None:
         self._workers.happens("clear")
@@ -388,6 +390,16 @@ class Method:
             return found[0]
 
         return Ref(answer)
+
+
+class Interrupt:
+    """A method whose calls are noted at once, as the driver does not wait for them."""
+
+    def __init__(self, noted: list[tuple[int, str]]) -> None:
+        self._noted = noted
+
+    def call_async(self, attempt: int, reason: str) -> None:
+        self._noted.append((attempt, reason))
 
 
 class Recorded(TrainingCallback):
@@ -417,6 +429,7 @@ class Run:
         self._counts: dict[tuple[int, int], int] = {}
         self._kept: dict[int, dict[int, list[Sample]]] = {}
         self._before: list[Sample] = []
+        self.interrupts: list[tuple[int, str]] = []
         self.workers = Workers(self)
         self.recorded = Recorded()
         scored = {"checkpoint_score_attribute": "score"} if plan.scored else {}
@@ -560,3 +573,112 @@ def test_whatever_is_lost_a_run_is_that_in_which_nothing_is(plan: Plan) -> None:
     finally:
         run.workers.end()
         shutil.rmtree(logdir)
+
+
+CALM = Plan(6, 1, 2, 2, False, [2], None, False, set(), False)
+"""A run of six rounds, with three checkpoints, in which nothing is lost."""
+
+ROUNDS = 6
+
+
+@pytest.fixture
+def calm(tmp_path: Path) -> Iterator[Run]:
+    run = Run(CALM, tmp_path)
+    yield run
+    run.workers.end()
+
+
+@pytest.mark.parametrize("rounds", range(ROUNDS + 1))
+@pytest.mark.parametrize("how", ["close", "leave"])
+def test_a_run_that_is_left_early_is_over_and_its_ranks_are_told(calm: Run, rounds: int, how: str) -> None:
+    iterator = calm.iterator
+    assert (iterator.latest, iterator.best) == (None, None)
+    for _ in range(rounds):
+        next(iterator)
+    getattr(iterator, how)()
+    getattr(iterator, how)()
+    assert calm.recorded.calls == ["start", "finish None"][: 2 * (rounds > 0)]
+    assert calm.interrupts == [(1, "the run has ended: GeneratorExit")] * 2 * (rounds > 0)
+    with pytest.raises(
+        TrainingFailed, match="^the run was closed, or the trainer was shut down, while it went on$"
+    ):
+        next(iterator)
+    with pytest.raises(UsageError, match="the run is not finished; iterate to its end, or pass force=True"):
+        iterator.get_final_results()
+    assert not iterator.is_finished()
+    assert iterator.result.metrics.get("step") == (rounds or None)
+    assert len(iterator.result.history) == rounds
+    paths = [f"{calm.url}/{number:06}" for number in range(1, rounds // 2 + 1)]
+    assert iterator.best == iterator.result.checkpoint == (paths[-1] if paths else None)
+    assert [info.path for info in iterator.checkpoints] == paths
+
+
+def test_what_is_left_of_a_run_is_taken_before_its_results(calm: Run) -> None:
+    next(calm.iterator)
+    assert calm.iterator.get_final_results(force=True) == calm.iterator.get_returns() == [ROUNDS] * 2
+    assert calm.iterator.is_finished()
+    assert len(calm.recorded.rounds) == ROUNDS
+    for end in (calm.iterator.close, calm.iterator.leave):
+        end()
+        with pytest.raises(StopIteration):
+            next(calm.iterator)
+    assert calm.iterator.get_final_results() == [ROUNDS] * 2
+    assert calm.interrupts == []
+
+
+@pytest.mark.parametrize("how", ["close", "leave", "raise"])
+def test_a_callback_may_close_its_run_and_not_use_the_trainer_beside_it(calm: Run, how: str) -> None:
+    error = LookupError("of the callback")
+
+    def ends(results: list[dict[str, Any]]) -> None:
+        if how == "raise":
+            raise error
+        getattr(calm.iterator, how)()
+
+    calm.recorded.handle_result = ends  # type: ignore[method-assign]
+    expected: dict[str, tuple[type[Exception], str]] = {
+        "close": (TrainingFailed, "the run was closed"),
+        "leave": (UsageError, "a callback uses the trainer whose run it follows"),
+        "raise": (LookupError, "of the callback"),
+    }
+    kind, told = expected[how]
+    if how == "close":
+        next(calm.iterator)
+    with pytest.raises(kind, match=told) as raised:
+        next(calm.iterator)
+    assert calm.iterator.result.error is raised.value
+    assert calm.recorded.calls == ["start", f"finish {raised.value}"]
+    assert (
+        calm.interrupts
+        == [(1, f"the run has ended: {'TrainingFailed' if how == 'close' else kind.__name__}")] * 2
+    )
+
+
+def test_a_run_that_another_thread_iterates_is_closed_by_its_next_round(
+    calm: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "RUN_CLOSE_TIMEOUT", 0.01)
+    inside, closed, ended = threading.Event(), threading.Event(), list[BaseException]()
+
+    def waits(results: list[dict[str, Any]]) -> None:
+        inside.set()
+        assert closed.wait(WAIT_TIMEOUT)
+
+    def iterate() -> None:
+        try:
+            calm.iterator.get_final_results(force=True)
+        except TrainingFailed as error:
+            ended.append(error)
+
+    calm.recorded.handle_result = waits  # type: ignore[method-assign]
+    thread = threading.Thread(target=iterate)
+    thread.start()
+    assert inside.wait(WAIT_TIMEOUT)
+    calm.iterator.leave()
+    assert not calm.iterator._closed
+    calm.iterator.close()
+    closed.set()
+    thread.join(WAIT_TIMEOUT)
+    assert [str(error) for error in ended] == [
+        "the run was closed, or the trainer was shut down, while it went on"
+    ]

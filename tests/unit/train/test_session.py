@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -414,3 +415,53 @@ def test_a_state_dict_is_made_once_for_each_checkpoint(tmp_path: Path, rank: int
     said = session.take(1)
     assert (said.saves, [*said.outline]) == (2, ["model"])
     session.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(str(tmp_path / "run"))
+
+
+def test_files_of_a_rank_are_saved_with_its_state_and_found_when_the_run_goes_on(
+    folder: Folder, tmp_path: Path
+) -> None:
+    (tmp_path / "note.txt").write_text("mine")
+    writer = CheckpointWriter(folder, CheckpointStrategy(), 0, 1, 1)
+    session = Session(writer=writer)
+    session.save({"epoch": 1}, tmp_path / "note.txt")
+    session.commit(1).result(WAIT_TIMEOUT)
+    assert session.files(0) is None
+    session.report({})
+    said = session.take(1)
+    assert (said.saves, said.together) == (1, True)
+    session.close()
+    resumed = Session(resume=(folder, folder.manifest(1)))
+    place = resumed.files(0)
+    assert place is not None
+    assert (place / "note.txt").read_text() == "mine"
+    assert resumed.files(1) is None
+    resumed.close()
+
+
+def test_a_function_that_asks_stops_when_its_process_is_told_to_end_and_that_ends_once_its_checkpoint_counts(
+    folder: Folder,
+) -> None:
+    ends: list[list[int]] = []
+
+    def end(number: int, frame: Any) -> None:
+        ends.append(folder.numbers())
+
+    writer = CheckpointWriter(folder, CheckpointStrategy(), 0, 1, 1)
+    session, before = Session(writer=writer), signal.signal(signal.SIGTERM, end)
+    try:
+        assert [session.should_stop() for _ in range(2)] == [False, False]
+        signal.raise_signal(signal.SIGTERM)
+        assert session.should_stop()
+        session.save({"epoch": 1})
+        assert ends == []
+        session.leave_as_told()
+        assert [info.number for info in folder.infos()] == [1]
+        assert ends == [[1]]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        session.close()
