@@ -55,8 +55,8 @@ UNWIND_TIMEOUT = 10.0
 class Attempts:
     """An attempt is one call of a function in the workers: of a run's, or of `execute`'s."""
 
-    def __init__(self, workers: Workers) -> None:
-        self.workers = workers
+    def __init__(self, workers: Workers, now: Callable[[], float] = time.monotonic) -> None:
+        self.workers, self._now = workers, now
         self._last = self._generation = self._spoilt = 0
         self._open: dict[int, tuple[Attempt, InvocationRef[Any]]] = {}
         self._ending = threading.Lock()
@@ -75,7 +75,7 @@ class Attempts:
 
         Raises `TrainingFailed`, `WorkerLost`, `InvocationTimeout`, and what the hook and the class raise.
         """
-        deadline, repeats = time.monotonic() + RECOVERY_TIMEOUT, Repeats()
+        deadline, repeats = self._now() + RECOVERY_TIMEOUT, Repeats()
         while left := self._running():
             if not idle:
                 break
@@ -91,10 +91,10 @@ class Attempts:
                 if not repeats.failure:
                     return group
             except WorkerLost:
-                if time.monotonic() >= deadline:
+                if self._now() >= deadline:
                     raise
             except InvocationTimeout as error:
-                if time.monotonic() >= deadline:
+                if self._now() >= deadline:
                     raise
                 for who in error.missing if idle else ():
                     report(f"unirun: {who} does not end what it runs, and is killed")
@@ -110,7 +110,7 @@ class Attempts:
                 raise
             loss = self.loss(error)
             repeats = repeats.after(kind_of(loss), progress=False)
-            if repeats.hopeless or time.monotonic() >= deadline:
+            if repeats.hopeless or self._now() >= deadline:
                 parts = (("the initialization hook", self._hook), ("the class", self._kind))
                 what = " or ".join(f"{name} {name_of(each)}" for name, each in parts if each is not None)
                 raise TrainingFailed(
