@@ -1,16 +1,21 @@
-"""A task that a network of 14 000 parameters learns in a minute: the last of some digits, one higher.
+"""A task for measuring the price of staleness: the sum of the last two of some digits, modulo 7.
 
-``2012=`` is answered with ``3``, and ``2013=`` with ``0``: digits are from 0 to 3. The reward is the share of the two
-tokens, the digit and the end, that are right. There is an asynchronous experiment, and a synchronous one with the same
-data, loss and steps, whose actor generates, then is trained:
+``2034=`` is answered with ``0``. The reward is the share of the two tokens, the digit and the end, that are right. The
+network has learned a third of the answers before, from examples (`digits-sft`). There is an asynchronous experiment,
+and a synchronous one with the same data, loss and steps, whose actor generates, then is trained:
 
-unirun experiment start -e async-digits -f first eta=2 --mode local
-unirun experiment start -e digits -f first --mode local
+unirun experiment start -e digits-sft -f first
+unirun experiment start -e async-digits -f first eta=2 weights=…
+unirun experiment start -e digits -f first weights=…
+
+In the asynchronous one, a step trains when the queue is full. So its trajectories are as old as `eta` allows, on a
+machine of any speed.
 """
 
 from __future__ import annotations
 
-import zlib
+import random
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -22,6 +27,7 @@ import torch
 from experiments.async_grpo import ACTOR, AsyncGRPO
 from experiments.policy import TOKENS
 from experiments.ppo import answer
+from experiments.sft import SFT
 from unirun.experiments import (
     DatasetAbstraction,
     DatasetUtility,
@@ -34,6 +40,7 @@ from unirun.experiments import (
     ModelInterface,
     ModelInterfaceAbstraction,
     ModelInterfaceType,
+    PromptAnswerDataset,
     PromptDataset,
     Scheduling,
     SequenceSample,
@@ -45,10 +52,16 @@ from unirun.experiments import (
     register_interface,
     register_tokenizer,
 )
+from unirun.experiments.algorithms import DecoupledGRPO
 from unirun.rollout import Recorder
 
-BASE, ASKED, TOLD = 4, 4, 2
+BASE, ASKED, TOLD = 7, 4, 2
 """The number of digits, those of a prompt, and the tokens of an answer."""
+
+HELD_OUT = 500
+"""The number of prompts that are not trained on."""
+
+LETTERS = "=0123456"
 
 
 class Digits:
@@ -58,20 +71,20 @@ class Digits:
 
     def encode(self, text: str, /) -> list[int]:
         """Tokens."""
-        return [2 + "=0123".index(each) for each in text]
+        return [2 + LETTERS.index(each) for each in text]
 
     def decode(self, tokens: Sequence[int], /) -> str:
         """Text without the tokens that fill up and end."""
-        return "".join("=0123"[each - 2] for each in tokens if each > 1)
+        return "".join(LETTERS[each - 2] for each in tokens if each > 1)
 
 
-def rows(*, held_out: bool) -> list[dict[str, Any]]:
-    """The prompts that are trained on, or those that are not, a quarter of all."""
-    texts = map("".join, product("0123", repeat=ASKED))
+def rows(count: int, *, held_out: bool) -> list[dict[str, Any]]:
+    """So many prompts that are trained on, or all of those that are not."""
+    texts = ["".join(each) for each in product(LETTERS[1:], repeat=ASKED)]
+    random.Random(0).shuffle(texts)
     return [
-        {"prompt": f"{text}=", "answer": str((int(text[-1]) + 1) % BASE)}
-        for text in texts
-        if (zlib.crc32(text.encode()) % 5 == 0) == held_out
+        {"prompt": f"{text}=", "answer": str((int(text[-2]) + int(text[-1])) % BASE)}
+        for text in (texts[:HELD_OUT] if held_out else texts[HELD_OUT : HELD_OUT + count])
     ]
 
 
@@ -89,8 +102,15 @@ def score(row: Mapping[str, Any], text: str) -> float:
 class Prompts(PromptDataset):
     """Digits to be answered."""
 
-    def __init__(self, util: DatasetUtility, *, held_out: bool = False) -> None:
-        super().__init__(util, rows=rows(held_out=held_out))
+    def __init__(self, util: DatasetUtility, count: int, *, held_out: bool = False) -> None:
+        super().__init__(util, rows=rows(count, held_out=held_out))
+
+
+class Answered(PromptAnswerDataset):
+    """The same, with their answers."""
+
+    def __init__(self, util: DatasetUtility, count: int, *, held_out: bool = False) -> None:
+        super().__init__(util, rows=rows(count, held_out=held_out))
 
 
 class Counter:
@@ -127,36 +147,118 @@ class Answers(ModelInterface):
         return made.update(SequenceSample.of({"rewards": rewards}, made.ids))
 
 
+ACCEPTED = threading.Semaphore(0)
+"""Groups of this process that were accepted, and that no step has waited for."""
+
+FULL_TIMEOUT = 300.0
+"""Seconds in which another group is accepted."""
+
+
+class FullQueue(DecoupledGRPO):
+    """A step trains when all groups were accepted that the gate lets in with its version of the weights. So its own
+    groups, which were accepted `eta` steps before, are `eta` versions old. Only in the first steps they are younger.
+
+    It counts what one process accepts from the beginning of a trial, so it is for a trial with one model worker, which
+    does not go on after the loss of it."""
+
+    def __init__(self, eta: int, batch: int, **how: Any) -> None:
+        super().__init__(**how)
+        self._eta, self._batch = eta, batch
+        self._accepted, self._due = 0, (eta + 1) * batch
+
+    def accepts(self, trajectories: SequenceSample) -> bool:
+        """Those that are not too old for their step. A server may have made them before it had the new weights."""
+        versions = trajectories["versions"]
+        oldest = int(versions[versions >= 0].min())
+        if self._accepted // self._batch - oldest > self._eta or not super().accepts(trajectories):
+            return False
+        self._accepted += 1
+        ACCEPTED.release()
+        return True
+
+    def train_step(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> dict[str, float]:
+        """Wait, then train."""
+        self.wait()
+        return super().train_step(model, sample, spec)
+
+    def wait(self) -> None:
+        """Wait until the queue is full. Raises `TimeoutError`."""
+        while self._due:
+            if not ACCEPTED.acquire(timeout=FULL_TIMEOUT):
+                raise TimeoutError(f"no trajectory for {FULL_TIMEOUT:g} s, and the queue is not full")
+            self._due -= 1
+        # The next version lets in so many more.
+        self._due = self._batch
+
+
 register_tokenizer("digits", Digits)
 register_dataset("digits", Prompts)
+register_dataset("digits-answered", Answered)
 register_agent("digits", Counter)
 register_interface("digits", Answers)
+register_interface("full_queue", FullQueue)
+
+
+NETWORK = Path(__file__).parent / "small"
+
+
+@dataclass
+class Begin(SFT):
+    """The settings of `sft`, with others for this task. It ends when a third of the answers are right."""
+
+    network, tokenizer = NETWORK, "digits"
+    samples: int = 1900
+    batch: int = 128
+    epochs: int = 5
+    lr: float = 5e-3
+    seed: int = 0
+    data: int = 1
+    ckpt_freq_steps: int = 1000
+
+    def answered(self, count: int, *, held_out: bool = False) -> DatasetAbstraction:
+        """Prompts of the task and their answers."""
+        return DatasetAbstraction("digits-answered", {"count": count, "held_out": held_out})
 
 
 @dataclass
 class AsyncDigits(AsyncGRPO):
     """The settings of `async-grpo`, with others for this task. No group is dropped, so that all trials have the same
-    number of steps on the same prompts."""
+    number of steps."""
 
     preload = ()
     agent, tokenizer, score = "digits", "digits", "experiments.digits:score"
-    network = Path(__file__).parent / "small"
+    network = NETWORK
     workers, ranks = 1, 1
+    samples: int = 1536
     batch: int = 16
-    epochs: int = 3
+    epochs: int = 1
     drop_equal: bool = False
-    lr: float = 3e-3
+    lr: float = 1.5e-3
     servers: int = 1
     ckpt_freq_steps: int = 1000
 
     def data(self, count: int, *, held_out: bool = False) -> DatasetAbstraction:
-        """All prompts."""
-        return DatasetAbstraction("digits", {"held_out": held_out})
+        """Prompts of the task."""
+        return DatasetAbstraction("digits", {"count": count, "held_out": held_out})
+
+    def calls(self) -> list[MFCDef]:
+        """Those of the policy, whose step waits for a full queue."""
+        return self.policy_calls("full_queue")
+
+    def interface(self, name: str) -> ModelInterfaceAbstraction:
+        """An interface of the policy."""
+        found = super().interface(name)
+        more = {"eta": self.eta, "batch": self.batch} if name == "full_queue" else {}
+        return ModelInterfaceAbstraction(name, {**found.args, **more})
 
 
 @dataclass
 class InTurn(AsyncDigits):
     """The same settings, of which `eta` and those of servers have no effect."""
+
+    def calls(self) -> list[MFCDef]:
+        """Those of the policy."""
+        return self.policy_calls("decoupled_grpo")
 
     def scheduling_setup(self) -> ExperimentScheduling:
         """A model worker."""
@@ -178,5 +280,6 @@ class InTurn(AsyncDigits):
         )
 
 
+register_experiment("digits-sft", Begin)
 register_experiment("async-digits", AsyncDigits)
 register_experiment("digits", InTurn)

@@ -6,14 +6,17 @@ unirun experiment start -e sft -f first --mode local
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch.nn.functional import cross_entropy
 
-from experiments.sums import answered, llama
+from experiments.sums import LLAMA, answered, llama
 from unirun.experiments import (
     Allocation,
     AutomaticEvaluator,
+    DatasetAbstraction,
     Experiment,
     ExperimentConfig,
     ExperimentSaveEvalControl,
@@ -82,6 +85,8 @@ register_interface("sft", SFTInterface)
 class SFT(Experiment):
     """The settings of the experiment."""
 
+    network: ClassVar[Path] = LLAMA
+    tokenizer: ClassVar[str] = "characters"
     samples: int = 2000
     batch: int = 64
     epochs: int = 6
@@ -99,6 +104,10 @@ class SFT(Experiment):
         count = self.pipe * self.data * self.tensor
         return ExperimentScheduling(TasksGroup(count, Scheduling.model_worker_default(gpu=0)))
 
+    def answered(self, count: int, *, held_out: bool = False) -> DatasetAbstraction:
+        """This number of prompts and their answers."""
+        return answered(count, held_out=held_out)
+
     def initial_setup(self) -> ExperimentConfig:
         """One model, one call."""
         actor = ModelName("default")
@@ -113,7 +122,7 @@ class SFT(Experiment):
         )
         layout = topology(pipe=self.pipe, data=self.data, tensor=self.tensor)
         backend = ModelBackendAbstraction(self.backend, {"lr": self.lr, "schedule": "cosine", "warmup": 0.05})
-        held_out = answered(200, held_out=True)
+        held_out = self.answered(200, held_out=True)
         return ExperimentConfig(
             exp_ctrl=ExperimentSaveEvalControl(
                 total_train_epochs=self.epochs,
@@ -123,10 +132,10 @@ class SFT(Experiment):
             ),
             model_rpcs=[train],
             model_worker=model_workers(
-                {actor: Allocation(llama(), backend, layout, eval_dataset=held_out)},
+                {actor: Allocation(llama(folder=self.network), backend, layout, eval_dataset=held_out)},
                 seed=self.seed,
-                tokenizer="characters",
-                datasets=[answered(self.samples)],
+                tokenizer=self.tokenizer,
+                datasets=[self.answered(self.samples)],
             ),
             auto_eval=self.auto_eval,
             evaluator=AutomaticEvaluator(held_out),

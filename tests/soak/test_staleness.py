@@ -1,9 +1,11 @@
 """Stale trajectories cost no more held-out accuracy than the margin, with the decoupled loss and five seeds.
 
-What counts was written down before the first whole series of trials. The measure is the accuracy of greedy answers to 64
-held-out prompts after the last of 36 steps. The margin is ten points. The trials of one seed are a pair: for each η of 0,
-1 and 4, the mean of synchronous minus asynchronous over the seeds has a one-sided 95 % bound by Student's t, and that is
-within the margin. Trials with PPO's own loss are in the table and the plot; nothing is asserted of them.
+What counts was written down before the first whole series of trials, after trials of seed 0 had shown what the task is
+like: training takes a third of right answers to three quarters. The measure is the accuracy of greedy answers to 500
+held-out prompts after the last of 96 steps. The margin is eight points. The trials of one seed are a pair: for each η of
+0, 1 and 4, the mean of synchronous minus asynchronous over the seeds has a one-sided 95 % bound by Student's t, and that is
+within the margin. Trials with PPO's own loss are in the table and the plot; nothing is asserted of them but the age of
+their trajectories: with η = 4 it is 3.5 versions on average at least, with η = 1 it is 0.9.
 
 UNIRUN_SOAK_SEEDS=0 runs one seed, of which there is no bound: each trial has to learn then.
 """
@@ -24,8 +26,11 @@ from unirun.experiments.starting import PRELOAD
 
 SEEDS = os.environ.get("UNIRUN_SOAK_SEEDS", "0,1,2,3,4")
 
-CHANCE, LEARNED = 35.0, 80.0
-"""Percent that are right before the first step at most, and after the last one at least."""
+STEPS = 96
+
+BEGUN, LEARNED, SATURATED = 45.0, 60.0, 95.0
+"""Percent that are right before the first step at most, after the last one at least, and at most: a task that all trials
+have learned to the end would tell nothing about them."""
 
 
 @pytest.mark.timeout(3 * 3600)
@@ -46,9 +51,9 @@ def test_with_the_decoupled_loss_staleness_costs_no_more_than_the_margin(tmp_pat
     figures = json.loads(plot.with_suffix(".json").read_text())["seeds"]
     for kind, found in figures[SEEDS.partition(",")[0]].items():
         (_, before), *_, (step, after) = found["curve"]
-        assert step == 36, kind
-        assert before <= CHANCE, kind
-        assert after >= LEARNED or kind.endswith("plain"), done.stdout
+        assert step == STEPS, kind
+        assert before <= BEGUN, kind
+        assert LEARNED <= after <= SATURATED or kind.endswith("plain"), done.stdout
         oldest = max((int(age) for age, count in found["ages"].items() if count), default=0)
         assert oldest <= int(kind[2]) if kind.startswith("η") else not found["ages"], kind
     assert plot.stat().st_size > 10_000

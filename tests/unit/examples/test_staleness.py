@@ -6,20 +6,25 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from experiments import prove, staleness
-from experiments.digits import ASKED, BASE, Digits, rows, score, share
-from experiments.staleness import KINDS, SYNC, accuracy, ages_of, bound, losses_of
+import torch
+from experiments import digits, prove, staleness
+from experiments.digits import ASKED, BASE, HELD_OUT, Digits, FullQueue, rows, score, share
+from experiments.staleness import KINDS, SYNC, accuracy, age, ages_of, bound, losses_of, too_young
+
+from unirun.experiments import SequenceSample
 
 
-def test_each_prompt_is_trained_on_or_held_out() -> None:
-    trained, held_out = rows(held_out=False), rows(held_out=True)
+def test_a_prompt_is_trained_on_or_held_out() -> None:
+    trained, held_out = rows(BASE**ASKED, held_out=False), rows(0, held_out=True)
     prompts = [row["prompt"] for row in (*trained, *held_out)]
     assert len(prompts) == len({*prompts}) == BASE**ASKED
-    assert len(held_out) == 64
+    assert len(held_out) == HELD_OUT
+    assert rows(768, held_out=False) == trained[:768]
 
 
 @pytest.mark.parametrize(("text", "reward"), [("3", 1.0), ("1", 0.5), ("33", 0.5), ("", 0.0), ("13", 0.0)])
@@ -29,9 +34,35 @@ def test_the_reward_is_the_share_of_the_digit_and_the_end_that_are_right(text: s
     assert score({"answer": "3"}, Digits().decode(tokens)) == float(text == "3")
 
 
-def test_the_answer_is_the_last_digit_one_higher() -> None:
-    answers = {row["prompt"]: row["answer"] for held_out in (True, False) for row in rows(held_out=held_out)}
-    assert (answers["2012="], answers["2013="]) == ("3", "0")
+def test_the_answer_is_the_sum_of_the_last_two_digits_modulo_7() -> None:
+    each = [row for held_out in (True, False) for row in rows(BASE**ASKED, held_out=held_out)]
+    answers = {row["prompt"]: row["answer"] for row in each}
+    assert (answers["2013="], answers["2034="]) == ("4", "0")
+
+
+def made_with(version: int) -> SequenceSample:
+    """A group of one trajectory whose two tokens have these weights and the next ones."""
+    versions = torch.tensor([-1, version, version + 1])
+    return SequenceSample.of({"versions": [[versions]], "rewards": [[torch.tensor(1.0)]]}, ["group"])
+
+
+def test_a_step_waits_for_all_groups_that_the_gate_lets_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digits, "ACCEPTED", threading.Semaphore(0))
+    intake, policy = (FullQueue(eta=1, batch=2, drop_equal=False) for _ in range(2))
+    monkeypatch.setattr(digits, "FULL_TIMEOUT", 0.0)
+    for version, groups in enumerate((4, 2, 2)):
+        for _ in range(groups):
+            with pytest.raises(TimeoutError, match="not full"):
+                policy.wait()
+            assert intake.accepts(made_with(version))
+        policy.wait()
+
+
+def test_a_group_that_is_too_old_for_its_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digits, "ACCEPTED", threading.Semaphore(0))
+    intake = FullQueue(eta=1, batch=2, drop_equal=False)
+    assert [intake.accepts(made_with(0)) for _ in range(5)] == [True, True, True, True, False]
+    assert intake.accepts(made_with(1))
 
 
 def test_the_bound_of_the_mean_is_students_for_so_many_seeds() -> None:
@@ -55,10 +86,25 @@ def test_the_ages_of_all_steps_are_added_up(tmp_path: Path) -> None:
     lines = [{"step": n, "trajectories/staleness_0": n, "trajectories/staleness_1": 1.0} for n in (1, 2)]
     steps.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert ages_of(steps) == {"0": 3, "1": 2}
+    assert age(ages_of(steps)) == 0.4
+
+
+def test_trajectories_that_are_too_young_compare_nothing() -> None:
+    def trial(**ages: int) -> dict[str, Any]:
+        return {"curve": [[0, 0.0]], "ages": {name.removeprefix("of_"): some for name, some in ages.items()}}
+
+    old = {SYNC: trial(), "η=0": trial(of_0=9), "η=1": trial(of_0=1, of_1=9), "η=4": trial(of_3=1, of_4=1)}
+    assert too_young({"0": old}) == []
+    young = {**old, "η=4": trial(of_2=2, of_4=4), "η=1, plain": trial(of_0=3, of_1=7)}
+    assert too_young({"0": old, "1": young}) == [
+        "seed 1, η=4: 3.33 versions",
+        "seed 1, η=1, plain: 0.70 versions",
+    ]
 
 
 class Trials:
-    """Trials that end at once; those of the seed ``interrupted`` do not go on after the first one."""
+    """Trials that end at once; those of the seed ``interrupted`` do not go on after the first one, and those of ``young``
+    have no stale trajectory."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.plot, self._patch = folder / "staleness.svg", patch
@@ -71,7 +117,8 @@ class Trials:
         if self.run and seed == "interrupted":
             raise KeyboardInterrupt
         self.run.append((seed, kind))
-        return {"curve": [[0, 0.0], [36, 90.0]], "ages": {}}
+        oldest = "0" if seed == "young" else kind[2]
+        return {"curve": [[0, 0.0], [36, 90.0]], "ages": {oldest: 16} if kind != SYNC else {}}
 
     def start(self, *words: str) -> int:
         """Run the command."""
@@ -97,6 +144,11 @@ def test_a_file_of_trials_with_other_settings_is_refused(trials: Trials) -> None
     ):
         trials.start("--seeds", "0", "lr=0.004")
     assert len(trials.run) == len(KINDS)
+
+
+def test_trials_that_are_too_young_are_a_failure(trials: Trials, capsys: pytest.CaptureFixture[str]) -> None:
+    assert trials.start("--seeds", "young") == 1
+    assert capsys.readouterr().out.count("MISSED: too young: seed young, η=") == 4
 
 
 def test_seeds_that_are_not_asked_for_are_in_no_result(
