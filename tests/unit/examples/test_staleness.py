@@ -14,8 +14,9 @@ import pytest
 import torch
 from experiments import digits, prove, staleness
 from experiments.digits import ASKED, BASE, HELD_OUT, Digits, FullQueue, rows, score, share
-from experiments.staleness import KINDS, SYNC, accuracy, age, ages_of, bound, losses_of, too_young
+from experiments.staleness import HEAD, KINDS, SYNC, accuracy, age, ages_of, bound, losses_of, row, too_young
 
+from tests.documents import ROOT
 from unirun.experiments import SequenceSample
 
 
@@ -89,6 +90,27 @@ def test_the_ages_of_all_steps_are_added_up(tmp_path: Path) -> None:
     assert age(ages_of(steps)) == 0.4
 
 
+def test_a_row_of_the_table_has_all_seeds() -> None:
+    figures: dict[str, dict[str, dict[str, Any]]] = {
+        seed: {
+            SYNC: {"curve": [[96, 75.0]], "ages": {}},
+            "η=1": {"curve": [[96, end]], "ages": {"1": 90, "0": 6}},
+        }
+        for seed, end in (("0", 70.0), ("1", 72.0))
+    }
+    assert row(figures, SYNC) == "| synchronous | 75.0 | 75.0 75.0 |  |  |  |"
+    assert row(figures, "η=1") == "| η=1 | 71.0 | 70.0 72.0 | 4.0 | 10.3 | 12, 180 |"
+
+
+def test_the_documents_have_the_figures_that_are_kept() -> None:
+    kept = json.loads((ROOT / "docs/pictures/staleness.json").read_text())
+    lines = (ROOT / "docs/experiments.md").read_text().splitlines()
+    assert kept["settings"] == []
+    for each in (*HEAD.splitlines(), *(row(kept["seeds"], kind) for kind in KINDS)):
+        assert each in lines
+    assert too_young(kept["seeds"]) == []
+
+
 def test_trajectories_that_are_too_young_compare_nothing() -> None:
     def trial(**ages: int) -> dict[str, Any]:
         return {"curve": [[0, 0.0]], "ages": {name.removeprefix("of_"): some for name, some in ages.items()}}
@@ -104,7 +126,7 @@ def test_trajectories_that_are_too_young_compare_nothing() -> None:
 
 class Trials:
     """Trials that end at once; those of the seed ``interrupted`` do not go on after the first one, and those of ``young``
-    have no stale trajectory."""
+    have no stale trajectory, and of those of ``worse`` one has learned less."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.plot, self._patch = folder / "staleness.svg", patch
@@ -118,7 +140,8 @@ class Trials:
             raise KeyboardInterrupt
         self.run.append((seed, kind))
         oldest = "0" if seed == "young" else kind[2]
-        return {"curve": [[0, 0.0], [36, 90.0]], "ages": {oldest: 16} if kind != SYNC else {}}
+        last = 80.0 if seed == "worse" and kind == "η=4" else 90.0
+        return {"curve": [[0, 0.0], [36, last]], "ages": {oldest: 16} if kind != SYNC else {}}
 
     def start(self, *words: str) -> int:
         """Run the command."""
@@ -151,6 +174,11 @@ def test_trials_that_are_too_young_are_a_failure(trials: Trials, capsys: pytest.
     assert capsys.readouterr().out.count("MISSED: too young: seed young, η=") == 4
 
 
+def test_a_bound_beyond_the_margin_is_a_failure(trials: Trials, capsys: pytest.CaptureFixture[str]) -> None:
+    assert trials.start("--seeds", "0,worse") == 1
+    assert "MISSED: η=4: 36.6 points behind, and the margin is 8" in capsys.readouterr().out
+
+
 def test_seeds_that_are_not_asked_for_are_in_no_result(
     trials: Trials, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,7 +186,7 @@ def test_seeds_that_are_not_asked_for_are_in_no_result(
         trials.start("--seeds", "interrupted")
     assert trials.start("--seeds", "1") == 0
     assert trials.drawn == [["1"]]
-    assert "at most" not in capsys.readouterr().out
+    assert "| η=4 | 90.0 | 90.0 | 0.0 |  | 16 |" in capsys.readouterr().out.splitlines()
 
 
 def test_sigterm_ends_the_trial_before_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
