@@ -98,10 +98,9 @@ def is_noticed(rank: RankProgress, limits: HangTimeouts) -> bool:
 def notice(ranks: Sequence[RankProgress], limits: HangTimeouts) -> HangNotice | None:
     """The notice about a role with these ranks, all that could be asked; None if none is late.
 
-    A rank is not late while it waits for one that has an allowance.
+    A rank is not late while it waits for one that has an allowance, or for one that waits for such a rank.
     """
-    may_take_long = [rank for rank in ranks if rank.allowed]
-    spared = {wait for wait in collectives(ranks) if _missing(wait, may_take_long)}
+    spared = _spared(ranks)
     told = [rank for rank in ranks if is_noticed(rank, limits) and spared.isdisjoint(rank.waits)]
     if not told:
         return None
@@ -115,6 +114,26 @@ def notice(ranks: Sequence[RankProgress], limits: HangTimeouts) -> HangNotice | 
     traced = [rank.worker for rank in ranks if rank.traced]
     text = f"a debugger holds {named(traced)}" if traced else describe(late, ranks)
     return HangNotice(max(rank.quiet for rank in told), text)
+
+
+def _spared(ranks: Sequence[RankProgress]) -> set[Wait]:
+    """The collectives that wait for a rank with an allowance, or for one that waits in such a collective."""
+    causes, spared = [rank.worker.rank for rank in ranks if rank.allowed], set[Wait]()
+    present = (
+        {wait: {who.rank for who in there} for wait, there in collectives(ranks).items()} if causes else {}
+    )
+    of_all = [wait for wait in present if not wait.ranks]
+    wanting: dict[int, list[Wait]] = {}
+    for wait, there in present.items():
+        for number in (members(wait) or frozenset()) - there:
+            wanting.setdefault(number, []).append(wait)
+    while causes:
+        number = causes.pop()
+        for wait in (*of_all, *wanting.pop(number, ())):
+            if wait not in spared and number not in present[wait]:
+                spared.add(wait)
+                causes += present[wait]
+    return spared
 
 
 def _any_step(limits: HangTimeouts) -> HangTimeouts:
@@ -137,18 +156,25 @@ def _halted(late: Sequence[RankProgress], mute: float) -> dict[WorkerId, str]:
 def _absent(late: Sequence[RankProgress], ranks: Sequence[RankProgress]) -> dict[WorkerId, str]:
     """The late ranks that are not in a collective in which others of their group wait."""
     found: dict[WorkerId, str] = {}
-    outside = [rank for rank in late if not rank.waits]
+    outside = _outside(late)
     for wait, present in collectives(ranks).items():
-        for rank in _missing(wait, outside):
-            others = f"{named(present)} wait{'s' if len(present) == 1 else ''} for it in {_words(wait)}"
-            found.setdefault(rank.worker, f"{_quiet(rank)}: {others}{_at(rank)}")
+        missing = _missing(wait, outside)
+        # Once for all of them, as there may be thousands on both sides.
+        others = f"{named(present)} wait{'s' if len(present) == 1 else ''}" if missing else ""
+        for rank in missing:
+            found.setdefault(rank.worker, f"{_quiet(rank)}: {others} for it in {_words(wait)}{_at(rank)}")
     return found
 
 
-def _missing(wait: Wait, ranks: Sequence[RankProgress]) -> list[RankProgress]:
-    """Those of these ranks that belong to the group of a collective and wait in none."""
+def _outside(ranks: Sequence[RankProgress]) -> dict[int, RankProgress]:
+    """Those of these ranks of a role that wait in no collective, by their numbers."""
+    return {rank.worker.rank: rank for rank in ranks if not rank.waits}
+
+
+def _missing(wait: Wait, outside: Mapping[int, RankProgress]) -> list[RankProgress]:
+    """Those of the ranks outside of all collectives that belong to the group of this one."""
     group = members(wait)
-    return [rank for rank in ranks if not rank.waits and (group is None or rank.worker.rank in group)]
+    return list(outside.values()) if group is None else [outside[n] for n in sorted(group & outside.keys())]
 
 
 def _elsewhere(late: Sequence[RankProgress]) -> dict[WorkerId, str]:
@@ -205,8 +231,9 @@ def describe(late: Sequence[RankProgress], ranks: Sequence[RankProgress]) -> str
         text += f", at steps {min(steps)} to {max(steps)}"
     elif steps:
         text += f", at step {steps[0]}"
+    outside = _outside(ranks)
     for wait, present in list(collectives(late).items())[:4]:
-        missing = [rank.worker for rank in _missing(wait, ranks)]
+        missing = [rank.worker for rank in _missing(wait, outside)]
         text += f"; {named(present)} in {_words(wait)}" + (
             f", not there: {named(missing)}" if missing else ""
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -170,6 +171,29 @@ class TestTheNotice:
     def test_no_rank_is_late_that_waits_for_one_with_an_allowance(self) -> None:
         assert said(waiting(0), rank(1, allowed=5.0)) == ""
         assert said(waiting(0), rank(1), rank(2)) != ""
+
+    def test_nor_one_that_waits_for_such_a_rank_by_way_of_others(self) -> None:
+        pairs = {ranks: Wait("pair", 3, "all_gather", ranks) for ranks in ("0,1", "0,2", "2,3")}
+        chain = [waiting(3, pairs["2,3"]), waiting(2, pairs["0,2"]), waiting(1, pairs["0,1"])]
+        assert said(*chain, rank(0, allowed=5.0)) == ""
+        assert said(*chain, rank(0)).startswith("actor:0-3: ")
+        # The ranks of another pair are late: none of them waits for the one with the allowance.
+        other = Wait("pair", 3, "all_gather", "4,5")
+        assert said(*chain, rank(0, allowed=5.0), waiting(4, other), rank(5)).startswith("actor:4-5: ")
+        # So does one in a collective of all ranks.
+        assert said(*chain[:2], waiting(1), rank(0, allowed=5.0)) == ""
+
+    def test_a_role_of_ten_thousand_ranks_costs_a_fraction_of_a_second(self) -> None:
+        """Half of them are not there. The master does nothing else meanwhile."""
+        for group in ("", "{},{}"):
+            there = (
+                waiting(n, Wait("g", 1, "all_reduce", group.format(n - 1, n))) for n in range(1, 10_000, 2)
+            )
+            found = [*there, *(rank(n) for n in range(0, 10_000, 2))]
+            began = time.process_time()
+            assert len(judge(found, LIMITS)) == 5000
+            assert notice(found, LIMITS) is not None
+            assert time.process_time() - began < 1.0
 
     def test_a_rank_outside_of_the_group_is_not_named(self) -> None:
         tensor = Wait("tensor", 3, "all_gather", "0,1")
