@@ -88,8 +88,8 @@ def missed(failure: Failure) -> frozenset[int]:
 
 
 def collective_of(failure: Failure) -> str:
-    """The collective in which it waited, by NCCL's report or by the latest call of torch in its traceback. Empty if it
-    is not known, or was none of all ranks."""
+    """The collective in which it waited, by NCCL's report (with its number) or by the latest call of torch in its
+    traceback (without one). Empty if it is not known, or was none of all ranks."""
     if found := _COLLECTIVE.search(words_of(failure)):
         return f"{found[2].lower()} {found[1]}"
     names = _CALLED.findall(_shown(failure.traceback))

@@ -141,12 +141,14 @@ def diagnose(failures: Sequence[Failure], others: Sequence[Failure] = ()) -> Dia
 
 def _in_another_collective(failures: Sequence[Failure]) -> tuple[list[Failure], str]:
     """The failures of the ranks that waited in another collective than most ranks of their role, and that in words;
-    empty if there are none, or if it is not known of all."""
+    empty if there are none, or if it is not known of all from the same source."""
     places = {failure.worker: collective_of(failure) for failure in failures}
     most, count = Counter(places.values()).most_common(1)[0]
     apart = [failure for failure in failures if places[failure.worker] != most]
     roles = {who.role for who in places}
-    if not apart or "" in places.values() or len(roles) > 1 or count <= len(places) / 2:
+    # NCCL has other names than Python, and numbers.
+    sources = {" " in place for place in places.values()}
+    if not apart or "" in places.values() or len(roles) > 1 or len(sources) > 1 or count <= len(places) / 2:
         return [], ""
     first, *rest = apart
     others = _named(who for who, place in places.items() if place == most)

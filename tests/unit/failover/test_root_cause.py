@@ -154,6 +154,12 @@ class TestARankInAnotherCollective:
         found = [fail(rank=rank, message=report.format(7 - (rank == 1))) for rank in range(3)]
         assert diagnose(found).reason == "it waited in allreduce 6, actor:0,2 in allreduce 7"
 
+    def test_a_report_of_nccl_and_a_traceback_are_not_compared(self) -> None:
+        """The names differ: the watchdog of one rank may have spoken later than the exception of another."""
+        report = "RuntimeError: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, "
+        found = [*(fail(rank=rank, message=report) for rank in (0, 1)), waited(2, "all_reduce")]
+        assert diagnose(found).reason.startswith("the first of 3 failures")
+
     def test_there_is_none_without_a_majority_or_if_one_is_not_known(self) -> None:
         first = "all about a lost peer or connection"
         for calls in (
