@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -26,15 +27,18 @@ class _Imported(importlib.abc.MetaPathFinder):
     """Calls `then` with a module when it has been imported, once."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self._name, self._then = name, then
+        self._name, self._then, self._asked = name, then, False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """The spec that the other finders have for the module."""
-        if name != self._name:
+        if name != self._name or self._asked:
             return None
-        sys.meta_path.remove(self)
+        self._asked = True
+        # It is elsewhere when a script has put a finder of its own around all others.
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -45,3 +48,25 @@ def test_a_module_that_is_imported_already_is_passed_at_once(finders: list[objec
     when_imported("lazy.module", seen.append)
     assert seen == [module]
     assert sys.meta_path == finders
+
+
+class Around(importlib.abc.MetaPathFinder):
+    """Asks the finders that were there before, as a script's own finder may do."""
+
+    def __init__(self, others: Sequence[Any]) -> None:
+        self._others = others
+
+    def find_spec(self, *about: Any) -> ModuleSpec | None:
+        """The spec of the first of them that has one."""
+        found = (each.find_spec(*about) for each in self._others)
+        return next((spec for spec in found if spec is not None), None)
+
+
+def test_a_finder_around_all_others_changes_nothing(
+    finders: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[ModuleType] = []
+    when_imported("lazy.module", seen.append)
+    monkeypatch.setattr(sys, "meta_path", [Around(sys.meta_path)])
+    module = importlib.import_module("lazy.module")
+    assert seen == [module]
