@@ -85,8 +85,8 @@ def watch_myself(environ: Mapping[str, str]) -> None:
 
 def with_the_first_group(start: Callable[[], None]) -> None:
     """Call `start` when this process, and no fork of it, forms its first process group. Before, a script has no thread
-    that it would not have without unirun."""
-    owner = os.getpid()
+    that it would not have without unirun. One that cannot be started is no error of the script."""
+    owner, done = os.getpid(), False
 
     def wrap(module: ModuleType) -> None:
         # Without it in a later torch, the console does not tell of collectives.
@@ -95,10 +95,12 @@ def with_the_first_group(start: Callable[[], None]) -> None:
             return
 
         def formed(group: Any) -> None:
-            setattr(module, FORMED, known)
+            nonlocal done
             known(group)
-            if os.getpid() == owner:
-                start()
+            if not done and os.getpid() == owner:
+                done = True
+                with contextlib.suppress(RuntimeError):
+                    start()
 
         setattr(module, FORMED, formed)
 

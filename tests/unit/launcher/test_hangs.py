@@ -240,6 +240,30 @@ class TestTheFirstGroup:
         assert c10d == ["started"]
         assert module.formed == ["group", None]
 
+    def test_a_library_that_keeps_or_wraps_the_function_keeps_what_it_has(self, c10d: list[str]) -> None:
+        with_the_first_group(lambda: c10d.append("started"))
+        module = importlib.import_module("c10d")
+        kept = module._update_default_pg
+
+        def wrapped(group: str | None) -> None:
+            c10d.append("wrapped")
+            kept(group)
+
+        setattr(module, sampler.FORMED, wrapped)
+        module._update_default_pg("group")
+        kept(None)
+        module._update_default_pg("another")
+        assert c10d == ["wrapped", "started", "wrapped"]
+
+    def test_a_thread_that_cannot_be_started_is_no_error_of_the_script(self, c10d: list[str]) -> None:
+        def start() -> NoReturn:
+            raise RuntimeError("can't start new thread")
+
+        with_the_first_group(start)
+        module = importlib.import_module("c10d")
+        module._update_default_pg("group")
+        assert module.formed == ["group"]
+
     def test_a_torch_without_that_function_is_left_alone(
         self, c10d: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
