@@ -163,7 +163,7 @@ class Sampler:
             self._counts, self._due = counts, now + self._stall
             self._page.write("")
         elif now >= self._due:
-            waits = waits_in(recorded(), members())
+            waits = waits_in(recorded(), members(), latest())
             self._page.write(as_text(waits))
             # A rank that waits may stop to; one that does not begins with a count.
             self._due = now + self._stall if waits else math.inf
@@ -172,7 +172,7 @@ class Sampler:
             self._told = number
         if fields[EVIDENCE]:
             record = recorded()
-            self._page.write(as_text(waits_in(record, members())))
+            self._page.write(as_text(waits_in(record, members(), latest())))
             with contextlib.suppress(OSError):
                 atomic.replace(self._folder / FLIGHT_RECORDER, json.dumps(record))
             fields[EVIDENCE] = 0
@@ -226,6 +226,18 @@ def begun() -> Iterator[tuple[str, int]]:
             yield group.group_name, group._get_sequence_number_for_group()
 
 
+def latest() -> dict[str, int]:
+    """The number of the latest collective of each process group of this process that has one backend, by the name of
+    the group. Of several backends each counts by itself, and torch tells one number."""
+    configs = getattr(_world(), "pg_backend_config", {})
+    alone = {
+        group.group_name
+        for group, config in list(configs.items())
+        if len({each.partition(":")[2] for each in config.split(",")}) == 1
+    }
+    return {name: count for name, count in begun() if name in alone}
+
+
 def members() -> dict[str, str]:
     """The ranks of each process group of this process, by the name of the group, as in a `Wait`."""
     world = _world()
@@ -256,23 +268,26 @@ def recorded() -> dict[str, Any]:
     return found
 
 
-def waits_in(record: Mapping[str, Any], ranks: Mapping[str, str]) -> list[Wait]:
+def waits_in(
+    record: Mapping[str, Any], ranks: Mapping[str, str], latest: Mapping[str, int] | None = None
+) -> list[Wait]:
     """The first collective of each group that is not over, from the contents of the flight recorder, and the ranks of
-    the groups by name.
+    the groups by name; and the numbers of their latest collectives, which have to be asked for after the record.
 
     A group that has ended may leave some for ever, and a later one may have its name, and begins again at 1.
     """
+    known = latest or {}
     found: dict[tuple[str, str], dict[int, Wait]] = {}
-    latest: dict[tuple[str, str], int] = {}
+    before: dict[tuple[str, str], int] = {}
     for entry in record.get("entries", ()):
         name, number = entry["process_group"][0], entry["collective_seq_id"]
         if entry["is_p2p"] or name not in ranks:
             continue
         # Each backend of a group counts by itself.
         counter = name, entry["profiling_name"].partition(":")[0]
-        if number < latest.get(counter, number):
+        if number < before.get(counter, number):
             found.pop(counter, None)
-        latest[counter] = number
+        before[counter] = number
         waits = found.setdefault(counter, {})
         if entry["retired"] or entry["state"] == "completed":
             waits.pop(number, None)
@@ -280,8 +295,10 @@ def waits_in(record: Mapping[str, Any], ranks: Mapping[str, str]) -> list[Wait]:
             waits.setdefault(number, Wait(group_of(entry), number, operation(entry), ranks[name]))
     first: dict[str, Wait] = {}
     for (name, _), waits in found.items():
-        if waits:
-            first.setdefault(name, next(iter(waits.values())))
+        # The later group has not come to such a number.
+        own = [wait for number, wait in waits.items() if number <= known.get(name, number)]
+        if own:
+            first.setdefault(name, own[0])
     return list(first.values())
 
 

@@ -87,6 +87,30 @@ class TestWaits:
         assert waits_in({"entries": [*left, *later]}, {"0": ""}) == [Wait("default_pg", 3, "all_reduce")]
         assert waits_in({"entries": [entry(1), *later]}, {"0": ""}) == [Wait("default_pg", 3, "all_reduce")]
 
+    def test_those_of_a_group_that_has_ended_do_not_count_for_a_later_one_that_has_begun_fewer(self) -> None:
+        left = {"entries": [entry(6, retired=True), entry(7)]}
+        assert [waits_in(left, {"0": ""}, {"0": count}) for count in (0, 6)] == [[], []]
+        for latest in ({"0": 7}, {"1": 0}, {}):
+            assert waits_in(left, {"0": ""}, latest) == [Wait("default_pg", 7, "all_reduce")]
+
+    def test_torch_tells_the_number_of_the_latest_one_of_a_group_with_one_backend(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Group:
+            def __init__(self, name: str) -> None:
+                self.group_name = name
+
+            def _get_sequence_number_for_group(self) -> int:
+                return 4
+
+        configs = {"0": "cpu:gloo,cuda:gloo", "1": "cpu:gloo,cuda:nccl", "2": "cuda:nccl"}
+        groups = {Group(name): config for name, config in configs.items()}
+        world = SimpleNamespace(pg_map=groups, pg_backend_config=groups)
+        monkeypatch.setattr(sampler, "_world", lambda: world)
+        assert sampler.latest() == {"0": 4, "2": 4}
+        monkeypatch.setattr(sampler, "_world", lambda: None)
+        assert sampler.latest() == {}
+
     def test_those_of_a_large_group_fit_into_a_page_without_its_ranks(self) -> None:
         large = ",".join(map(str, range(0, 10_000, 2)))
         assert as_text([Wait("data", 1, "all_reduce", large)]) == '[["data", 1, "all_reduce", "?"]]'
