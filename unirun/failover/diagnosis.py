@@ -88,10 +88,12 @@ def missed(failure: Failure) -> frozenset[int]:
 
 
 def collective_of(failure: Failure) -> str:
-    """The collective in which it waited, by NCCL's report (with its number) or by the latest call of torch in its
-    traceback (without one). Empty if it is not known, or was none of all ranks."""
-    if found := _COLLECTIVE.search(words_of(failure)):
-        return f"{found[2].lower()} {found[1]}"
+    """The collective in which it waited, by NCCL's report (with its number, and its group if that is there) or by the
+    latest call of torch in its traceback (the name alone). Empty if it is not known, or was none of all ranks."""
+    words = words_of(failure)
+    if found := _COLLECTIVE.search(words):
+        group = _OF_GROUP.search(words)
+        return f"{found[2].lower()} {found[1]}" + (f" of group {group[1]}" if group else "")
     names = _CALLED.findall(_shown(failure.traceback))
     return names[-1] if names and _OF_ALL_RANKS.fullmatch(names[-1]) else ""
 
@@ -189,6 +191,7 @@ _TIMEOUT = re.compile(
     re.IGNORECASE,
 )
 _COLLECTIVE = re.compile(r"SeqNum=(\d{1,18}), ?OpType=(\w{1,40})")
+_OF_GROUP = re.compile(r"\bPG GUID (\S{1,100}) Rank \d")
 _FATAL = re.compile(r"^Fatal Python error: (.{1,200})", re.MULTILINE)
 _FRAME = re.compile(r'^ *File "([^"\n]{1,500})", line (\d{1,9}) in (.{1,100})', re.MULTILINE)
 

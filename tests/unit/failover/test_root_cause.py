@@ -154,6 +154,21 @@ class TestARankInAnotherCollective:
         found = [fail(rank=rank, message=report.format(7 - (rank == 1))) for rank in range(3)]
         assert diagnose(found).reason == "it waited in allreduce 6, actor:0,2 in allreduce 7"
 
+    def test_numbers_of_two_groups_of_nccl_are_not_compared(self) -> None:
+        report = (
+            "RuntimeError: [PG ID {0} PG GUID {0}(tensor) Rank {1}] Watchdog caught collective operation timeout: "
+            "WorkNCCL(SeqNum={2}, OpType=ALLREDUCE, "
+        )
+        places = [(1, 7), (1, 7), (1, 6), (2, 6), (2, 6)]
+        found = [
+            fail(rank=rank, message=report.format(group, rank, number))
+            for rank, (group, number) in enumerate(places)
+        ]
+        assert diagnose(found).reason.startswith("the first of 5 failures")
+        assert diagnose(found[:3]).reason == (
+            "it waited in allreduce 6 of group 1(tensor), actor:0-1 in allreduce 7 of group 1(tensor)"
+        )
+
     def test_a_report_of_nccl_and_a_traceback_are_not_compared(self) -> None:
         """The names differ: the watchdog of one rank may have spoken later than the exception of another."""
         report = "RuntimeError: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, "
