@@ -17,6 +17,7 @@ from unirun.cli.commands import call
 from unirun.cli.output import print_table
 from unirun.errors import EXIT_USAGE, Fault, SpecError, UsageError
 from unirun.launcher.foreground.terminal import say, warn
+from unirun.observe.status import NO_LIMIT
 from unirun.spec.read import id_stem
 
 FINAL = (EXIT_USAGE, 130, 143)
@@ -58,7 +59,7 @@ def start(options: Any) -> int:
     )
     mapping = starting.job_mapping(about, config, scheduling, made.preload)
     if options.ignore_worker_error:
-        mapping["roles"]["model_worker"]["max_restarts"] = mapping["trainer"]["max_restarts"] = 1_000_000
+        mapping["roles"]["model_worker"]["max_restarts"] = mapping["trainer"]["max_restarts"] = NO_LIMIT
     where = _where(options, starting.worker_groups(config, scheduling), starting.master_needs(scheduling))
     if options.dry_run:
         sys.stdout.write(starting.show(config))
