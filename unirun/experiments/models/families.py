@@ -149,6 +149,17 @@ _REFUSALS: dict[Any, str] = {}
 
 
 @contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """In the block torch computes with one thread: two that compute a small network mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
 def doubles() -> Iterator[None]:
     """In the block float32 is float64, in the code of networks too: what then differs is no rounding."""
     before = torch.get_default_dtype()
@@ -185,7 +196,7 @@ def _refusal(config: Any, build: Build, layout: str, critic: bool) -> str:
 
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), doubles():
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), one_thread(), doubles():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         try:

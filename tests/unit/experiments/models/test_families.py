@@ -97,6 +97,22 @@ class TestRefusing:
         )
         assert not why("llama", "pipe", attention_dropout=0.5)
 
+    def test_one_thread_computes_them_and_others_are_there_again_after_it(self) -> None:
+        seen = set()
+
+        def noted(whole: nn.Module, stage: int, stages: int) -> Stage:
+            seen.add(torch.get_num_threads())
+            return build(whole, stage, stages)
+
+        before = torch.get_num_threads()
+        torch.set_num_threads(2)
+        try:
+            assert not refusal(config(), noted, "", critic=False)
+            assert torch.get_num_threads() == 2
+        finally:
+            torch.set_num_threads(before)
+        assert seen == {1}
+
     def test_a_critic_has_no_logits_that_are_changed(self) -> None:
         assert "changes its logits after the last layer" in why("gemma2")
         assert not why("gemma2", critic=True)
