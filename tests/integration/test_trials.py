@@ -158,6 +158,16 @@ def test_a_trial_whose_trainer_dies_in_each_phase_goes_on_with_the_workers_that_
     equal(trial(home, "headless"), unbroken)
 
 
+def test_an_error_of_an_interface_ends_the_trial_at_once_with_its_traceback(home: Unirun) -> None:
+    # The first one of all, as the command tries the networks of a home once, which takes longer than this trial.
+    result = home(
+        "experiment", "start", *SMALL, "-f", "wrong", "failing=always", env=environment(home), within=120
+    )
+    assert result.code == 1, result.err
+    assert "ValueError: this is wrong" in result.err
+    assert "restart" not in result.err
+
+
 def test_a_trial_that_was_stopped_is_resumed_and_two_at_once_do_not_meet(home: Unirun) -> None:
     long = (*SMALL, "epochs=2")
     stopped = home.start("experiment", "start", *long, "-f", "one", env=environment(home))
@@ -192,15 +202,6 @@ def test_a_trial_that_has_failed_is_started_again_from_its_checkpoint(home: Unir
     assert result.code == 0, result.err
     assert re.search("killing/again has failed with 1; it is started again in 0 s", result.err)
     equal(trial(home, "again"), unbroken)
-
-
-def test_an_error_of_an_interface_ends_the_trial_at_once_with_its_traceback(home: Unirun) -> None:
-    result = home(
-        "experiment", "start", *SMALL, "-f", "wrong", "failing=always", env=environment(home), within=120
-    )
-    assert result.code == 1, result.err
-    assert "ValueError: this is wrong" in result.err
-    assert "restart" not in result.err
 
 
 def test_a_worker_that_ends_in_a_call_each_time_is_not_started_for_ever(home: Unirun) -> None:
