@@ -69,56 +69,59 @@ def program(unirun: Unirun, script: Callable[..., Path]) -> Program:
     return start
 
 
-def test_a_blocking_submit_returns_the_result_of_the_trainer(program: Program, tmp_path: Path) -> None:
+def test_a_blocking_submit_returns_the_result_of_the_trainer_or_raises_that_the_job_has_failed(
+    program: Program, unirun: Unirun, tmp_path: Path
+) -> None:
+    """1. A program, in one file with its classes, submits a job: it has the result of the trainer.
+
+    2. It submits a job whose trainer fails: that raises `JobFailed`.
+    """
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    end = program("print('result', job().submit('demo').result)", TMPDIR=str(temporary)).end()
-    assert end.code == 0, end.err
-    assert "result {'done': [[0, 'role', 'job'], [1, 'role', 'job']]}" in end.out
-    assert end.out.count("update 7") == 2, "what workers write is shown"
-    assert os.listdir(temporary) == []
-
-
-def test_a_blocking_submit_of_a_job_that_fails_raises(program: Program, unirun: Unirun) -> None:
-    end = program("job(fail=True).submit()").end()
+    end = program(
+        """
+        if __name__ == "__main__":
+            print("result", job().submit("demo").result)
+            job(fail=True).submit()
+        """,
+        one_file=True,
+        TMPDIR=str(temporary),
+    ).end()
     assert end.code == 1
+    assert "result {'done': [[0, 'role', 'job'], [1, 'role', 'job']]}" in end.out
+    assert end.out.count("update 7") == 4, "what workers write is shown"
     assert end.err.rstrip().splitlines()[-1].startswith("unirun.errors.JobFailed: job ppo-")
     assert "ValueError: as asked" in end.err
     assert unirun.status()["phase"] == "failed"
+    assert os.listdir(temporary) == []
 
 
 def test_a_submit_that_does_not_block_returns_a_handle(program: Program, unirun: Unirun) -> None:
-    """1. A program submits a job and goes on.
+    """1. A program cannot submit a job without a safe directory for it.
 
-    2. The handle shows that the job runs, waits for its end, and has its phase, result and logs.
+    2. It submits a job and goes on. The handle shows that the job runs, waits for its end, and has its phase, result and logs.
     3. Stopping the ended job returns its own exit code.
+    4. It submits a job whose trainer hangs. Waiting for its end times out, and the job goes on.
+    5. It stops the job: exit code 143, phase stopped. The result of the stopped job raises `JobFailed`.
     """
     end = program(
         """
+        import os
+        from unirun.errors import JobError
+        home, os.environ["UNIRUN_HOME"] = os.environ["UNIRUN_HOME"], "/dev/null"
+        try:
+            job().submit(blocking=False)
+        except JobError as error:
+            print(error)
+        os.environ["UNIRUN_HOME"] = home
+
         handle = job().submit("demo", blocking=False)
         print("phase", handle.status().phase in ("launching", "running"))
         print("code", handle.wait(60), handle.status().phase)
         print("result", len(handle.result["done"]))
         print(handle.logs("actor", 1).splitlines()[0])
         print("stopped late", handle.stop())
-        """
-    ).end()
-    assert end.code == 0, end.err
-    assert end.out.splitlines() == [
-        *("phase True", "code 0 succeeded", "result 2", "[actor:1] update 7", "stopped late 0")
-    ]
-    assert unirun.events("refused") == []
 
-
-def test_a_handle_waits_with_a_timeout_and_stops_the_job(program: Program) -> None:
-    """1. A program submits a job whose trainer hangs.
-
-    2. Waiting for its end times out, and the job goes on.
-    3. The program stops the job: exit code 143, phase stopped.
-    4. The result of the stopped job raises `JobFailed`.
-    """
-    end = program(
-        """
         handle = job(hang=True).submit(blocking=False)
         try:
             handle.wait(0.1)
@@ -130,8 +133,15 @@ def test_a_handle_waits_with_a_timeout_and_stops_the_job(program: Program) -> No
         handle.result
         """
     ).end()
-    assert end.out.splitlines() == ["TimeoutError", "stop 143 stopped"]
+    refused, *others = end.out.splitlines()
+    assert "jobs cannot be kept in /dev/null/jobs: not a directory; set UNIRUN_HOME to" in refused
+    assert others == [
+        *("phase True", "code 0 succeeded", "result 2", "[actor:1] update 7", "stopped late 0"),
+        *("TimeoutError", "stop 143 stopped"),
+    ]
     assert end.err.rstrip().splitlines()[-1].startswith("unirun.errors.JobFailed: job ppo-")
+    jobs = [path.read_text() for path in unirun.home.glob("jobs/*/events.jsonl")]
+    assert ["refused" in events for events in jobs] == [False, False]
 
 
 @pytest.mark.parametrize("signum", variants(signal.SIGKILL, signal.SIGINT, signal.SIGTERM))
@@ -150,18 +160,6 @@ def test_a_job_ends_with_the_program_that_is_blocked_in_submit(
     eventually(lambda: unirun.status()["phase"] == "stopped", "the job has ended", START_TIMEOUT)
 
 
-def test_a_submit_without_a_safe_directory_raises(program: Program) -> None:
-    end = program(
-        """
-        import os
-        os.environ["UNIRUN_HOME"] = "/dev/null"
-        job().submit(blocking=False)
-        """
-    ).end()
-    assert end.code == 1
-    assert "JobError: jobs cannot be kept in /dev/null/jobs: not a directory; set UNIRUN_HOME to" in end.err
-
-
 def test_a_job_is_not_submitted_by_its_own_workers(program: Program) -> None:
     """Workers import the module of a class; what it does at its top level, they do as well."""
     end = program("job().submit()", one_file=True).end()
@@ -169,9 +167,3 @@ def test_a_job_is_not_submitted_by_its_own_workers(program: Program) -> None:
     assert (
         "UsageError: a job is submitted inside a worker of another one; put what submits it under" in end.err
     )
-
-
-def test_a_submit_may_be_in_one_file_with_its_classes(program: Program) -> None:
-    end = program("if __name__ == '__main__':\n    print(job().submit().result)", one_file=True).end()
-    assert end.code == 0, end.err
-    assert "{'done': " in end.out
