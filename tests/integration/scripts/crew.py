@@ -199,7 +199,7 @@ class InCollective(BaseTrainer):
         say(sums=self.RG_ACTOR.add_or_die(3, self.config.marker), after=self.RG_ACTOR.who())
 
 
-class TwentyDeaths(BaseTrainer):
+class Deaths(BaseTrainer):
     """One rollout dies repeatedly while calls of the other continue."""
 
     def init(self):
