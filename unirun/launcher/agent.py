@@ -75,6 +75,7 @@ from unirun.wire.reporting import gave_up, report, report_error
 from unirun.wire.reports import (
     Borrow,
     Debuggee,
+    Forked,
     FromWorker,
     Join,
     Knock,
@@ -610,6 +611,8 @@ class Agent:
                 step = self._progress.step_of(message.id) if isinstance(message, Reaped) else -1
                 texts = self._mask(note), self._mask(last)
                 self._apply(events.FromSpawner(key, message, *texts, taken, step))
+                if isinstance(message, Forked):
+                    self._progress.open(message.id)
         except WireError:
             code = await asyncio.to_thread(popen.wait)
             if isinstance(popen, Borrowed):

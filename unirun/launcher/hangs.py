@@ -87,9 +87,13 @@ class ProgressWatch:
         self._looked = time.monotonic()
 
     def announced(self, worker: int, number: int) -> None:
-        """A worker has a page, in its descriptor `number`. It is opened while its process is there, and can be read
-        after the end of that."""
+        """A worker has a page, in its descriptor `number`."""
         self._numbers[worker] = number
+        self.open(worker)
+
+    def open(self, worker: int) -> None:
+        """Open the page of a worker, if it has announced one and its process is known. Either may come first. The page
+        can be read after the end of its process."""
         if (known := self._state().workers.get(worker)) is not None:
             self._read(known)
 

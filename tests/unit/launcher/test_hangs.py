@@ -432,6 +432,20 @@ class TestTheAgent:
             watch.close()
             page.fields.release()
 
+    def test_a_page_that_was_announced_before_its_process_was_known_is_opened_when_it_is(
+        self, number: int
+    ) -> None:
+        starting = replace(worker(1, "actor", 1), phase=Phase.ALIVE, pid=None, running=True)
+        states = [AgentState("n0").with_worker(starting)]
+        spec = Job({"actor": 2}).state.spec
+        watch = ProgressWatch(JobDir(Path()), spec, lambda: states[-1], lambda _: None, lambda _: None)
+        watch.announced(1, number)
+        assert watch.step_of(1) == -1
+        states.append(AgentState("n0").with_worker(replace(starting, pid=os.getpid())))
+        watch.open(1)
+        assert watch.step_of(1) == 0
+        watch.close()
+
     def test_the_page_of_a_worker_that_has_ended_is_closed(self, number: int) -> None:
         spec, there = Job({"actor": 2}).state.spec, AgentState("n0")
         live = replace(worker(1, "actor", 1), phase=Phase.ALIVE, pid=os.getpid(), running=True)
