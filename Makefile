@@ -47,7 +47,7 @@ quick: $(VENV)/.dev
 # More simulated histories. A failing seed is printed, and UNIRUN_SIM_SEED=N repeats it. Then, with MODULE for one part alone:
 # some of CPython's own tests, under plain python and in workers (half an hour; MODULE=test_signal runs one module of them);
 # a thousand jobs from one warm process (ten minutes; MODULE=warm); all ready experiments with three seeds (fifteen minutes;
-# MODULE=experiments); the price of staleness with five (half an hour; MODULE=staleness, and UNIRUN_SOAK_SEEDS=0 for one of
+# MODULE=experiments); the price of staleness with fifteen (an hour; MODULE=staleness, and UNIRUN_SOAK_SEEDS=0 for one of
 # them, a few minutes); the oldest and the newest torch, which pip installs below $(VENV) (10 GB, if no index has builds for
 # the CPU; MODULE=other_torch).
 SEEDS ?= 50000
