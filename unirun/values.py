@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import groupby
 from typing import NamedTuple, dataclass_transform
 
 import msgspec
@@ -64,3 +66,12 @@ def split_endpoint(text: str) -> tuple[str, int]:
     """Split ``addr:port`` or ``[v6]:port``. Raises ValueError."""
     addr, _, port = text.rpartition(":")
     return addr.removeprefix("[").removesuffix("]"), int(port)
+
+
+def show_ranks(ranks: Iterable[int]) -> str:
+    """Ascending `ranks` as people write them: ``0-3,7``."""
+    runs = []
+    for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
+        numbers = [rank for _, rank in run]
+        runs.append(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}")
+    return ",".join(runs)

@@ -29,9 +29,9 @@ from unirun.launcher.planned import PlannedJob, plan_without
 from unirun.launcher.warm.borrowing import choices, starts
 from unirun.observe.jobdir import job_at
 from unirun.spec.job import JobSpec, RoleSpec
-from unirun.spec.read import clipped, nearest, printable, show_ranks
+from unirun.spec.read import clipped, nearest, printable
 from unirun.spec.secrets import MASK, secret_names
-from unirun.values import Value
+from unirun.values import Value, show_ranks
 from unirun.wire.messages import StartRole, StartWorker
 
 # Nodes × slots with the ranks on them, as a value.

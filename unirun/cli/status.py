@@ -15,7 +15,8 @@ from unirun.errors import UnirunError
 from unirun.launcher.foreground.terminal import say, warn
 from unirun.observe.batchjob import batch_state, read_batch
 from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerStatus
-from unirun.spec.read import show_ranks, show_size
+from unirun.spec.read import show_size
+from unirun.values import show_ranks
 from unirun.wire.reports import FROM, VERSION
 
 

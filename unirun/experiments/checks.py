@@ -48,7 +48,7 @@ from unirun.experiments.models.api import FILE, ModelInterface
 from unirun.experiments.orders import check_reductions
 from unirun.experiments.tracking import tracker_faults
 from unirun.observe.jobdir import unirun_home
-from unirun.spec.read import show_ranks
+from unirun.values import show_ranks
 from unirun.wire.reporting import report
 
 Faults = Iterator[Fault]

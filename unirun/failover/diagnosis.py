@@ -13,8 +13,8 @@ from typing import Literal
 
 from unirun.failover.state import KEPT_FAILURES, Exit, Failure
 from unirun.observe.status import FailureStatus, shaped
-from unirun.spec.read import clipped, show_ranks
-from unirun.values import Value
+from unirun.spec.read import clipped
+from unirun.values import Value, show_ranks
 
 # Error texts that blame a peer: those of torch 2.11 to 2.15, gloo and NCCL.
 #

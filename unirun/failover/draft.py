@@ -24,8 +24,7 @@ from unirun.failover.state import (
     brief,
 )
 from unirun.spec.job import JobSpec
-from unirun.spec.read import show_ranks
-from unirun.values import RankAddress, Value, WorkerId
+from unirun.values import RankAddress, Value, WorkerId, show_ranks
 from unirun.wire.messages import (
     FIRST,
     Drain,

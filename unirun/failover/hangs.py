@@ -26,8 +26,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from unirun.spec.job import FIRST_STEP_TIMEOUT
-from unirun.spec.read import show_ranks
-from unirun.values import Value, WorkerId
+from unirun.values import Value, WorkerId, show_ranks
 from unirun.wire.reports import RankProgress, Wait
 
 NOTICE_SECONDS = 60.0

@@ -44,8 +44,7 @@ from unirun.failover.state import (
     waiting,
 )
 from unirun.spec.job import RoleSpec
-from unirun.spec.read import show_ranks
-from unirun.values import Value, WorkerId
+from unirun.values import Value, WorkerId, show_ranks
 from unirun.wire.reports import Notice
 
 # The new places of ranks when nodes are lost, leave or come: ranks that need not move stay where they are.

@@ -32,8 +32,7 @@ from unirun.failover.policy import Decision
 from unirun.failover.restart_or_end import advance, end_job, give_up, unsettle
 from unirun.failover.state import ROLE_ENDS, Exit, Failure, JobPhase, JobState, RolePhase
 from unirun.failover.worker_failure import failure_of
-from unirun.spec.read import show_ranks
-from unirun.values import WorkerId
+from unirun.values import WorkerId, show_ranks
 from unirun.wire.messages import Dismissed, Drained, Offer, Ready, Shutdown
 from unirun.wire.reports import WorkerExited
 

@@ -39,8 +39,7 @@ from unirun.failover.state import (
     WorkerState,
 )
 from unirun.spec.job import RoleSpec
-from unirun.spec.read import show_ranks
-from unirun.values import WorkerId
+from unirun.values import WorkerId, show_ranks
 from unirun.wire.messages import Reserve
 from unirun.wire.reports import Health, Placed
 

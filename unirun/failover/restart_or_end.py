@@ -27,8 +27,7 @@ from unirun.failover.state import (
     RoleState,
     Verdict,
 )
-from unirun.spec.read import show_ranks
-from unirun.values import Value, WorkerId
+from unirun.values import Value, WorkerId, show_ranks
 from unirun.wire.messages import FollowSteps, Shutdown, StopWorkers
 from unirun.wire.reports import Ending, Notice
 

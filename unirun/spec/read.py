@@ -8,8 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unicodedata import category
 
@@ -63,15 +62,6 @@ def clipped(text: str, most: int) -> str:
 def some(number: int | str, noun: str) -> str:
     """``1 node``, ``2 nodes``, ``all nodes``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def show_ranks(ranks: Iterable[int]) -> str:
-    """Ascending `ranks` as people write them: ``0-3,7``."""
-    runs = []
-    for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
-        numbers = [rank for _, rank in run]
-        runs.append(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}")
-    return ",".join(runs)
 
 
 def printable(text: str, *, keep: str = "") -> str:

@@ -11,8 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from unirun.errors import TrainingFailed
-from unirun.spec.read import show_ranks
-from unirun.values import Value
+from unirun.values import Value, show_ranks
 
 
 class Reported(Value):

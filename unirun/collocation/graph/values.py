@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from unirun.errors import Fault, SpecError
 from unirun.spec.job import DIRECTIONS, EDGE_KINDS, Direction, Edge, EdgeKind, Entry, JobSpec
-from unirun.spec.read import nearest, show_ranks
-from unirun.values import Value
+from unirun.spec.read import nearest
+from unirun.values import Value, show_ranks
 from unirun.wire.reports import LATENCY_BOUNDS, CallCount, RankRange, bounded, merged
 
 

@@ -25,7 +25,7 @@ from unirun.experiments.models.generation import Continuation, Slots
 from unirun.experiments.models.stage import Stage, whole
 from unirun.experiments.orders import check_reductions, combined
 from unirun.experiments.sample import SequenceSample
-from unirun.spec.read import show_ranks
+from unirun.values import show_ranks
 from unirun.wire.reporting import report
 
 

@@ -35,7 +35,7 @@ from unirun.roles.calls.policy import (
     mark,
     with_options,
 )
-from unirun.spec.read import show_ranks
+from unirun.values import show_ranks
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -29,7 +29,7 @@ from unirun.experiments import (
 )
 from unirun.experiments.models.api import save_whole
 from unirun.experiments.models.backends import ShardedBackend, TrainBackend, causal_lm
-from unirun.spec.read import show_ranks
+from unirun.values import show_ranks
 
 SEQUENCES = 7
 CONFIG = {
