@@ -13,7 +13,6 @@ from typing import Literal
 
 from unirun.failover.state import KEPT_FAILURES, Exit, Failure
 from unirun.observe.status import FailureStatus, shaped
-from unirun.spec.read import clipped
 from unirun.values import Value, show_ranks
 
 # Error texts that blame a peer: those of torch 2.11 to 2.15, gloo and NCCL.
@@ -297,7 +296,8 @@ def _line_at(text: str, at: int) -> str:
     """The line of `text` that has the character `at`, cut."""
     start = max(text.rfind("\n", 0, at) + 1, at - LINE // 2)
     end = text.find("\n", at)
-    return clipped(text[start : len(text) if end < 0 else end].strip(), LINE)
+    line = text[start : len(text) if end < 0 else end].strip()
+    return line if len(line) <= LINE else f"{line[: LINE - 1]}…"
 
 
 def record_of(failure: Failure) -> FailureStatus:
