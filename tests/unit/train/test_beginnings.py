@@ -1,4 +1,4 @@
-"""The checkpoint that an attempt goes on from, and what is told of a run that cannot be sent."""
+"""The checkpoint from which an attempt resumes, and the error of a run that cannot be sent to its workers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Calls of a trainer in any order, whose ranks fail, hang and are lost, beside a reference of what each process has.
 
-`Attempts` is real. A rank has its process, with its hook and its object. What is called goes on when somebody waits for it.
+`Attempts` is real. A rank has its process, with its hook and its object. A call runs when the driver waits for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RANK = st.integers(0, 2)
 
 
 class Ref:
-    """A call that goes on, once, when somebody waits for it."""
+    """A call that runs, once, when the driver waits for it."""
 
     def __init__(self, finish: Callable[[], Any]) -> None:
         self._finish, self._over = finish, False
@@ -302,7 +302,7 @@ class Function:
 
 
 class Calls(RuleBasedStateMachine):
-    """The reference: the hook and the class, and the calls that nobody has waited for."""
+    """The reference: the hook and the class, and the calls for which the driver has not waited."""
 
     def __init__(self) -> None:
         super().__init__()
