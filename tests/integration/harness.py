@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests.testbed.commands import ForkedCommand
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.cli.commands import call
 
@@ -145,7 +146,9 @@ class _Reader(threading.Thread):
 class Running:
     """A started `unirun`."""
 
-    def __init__(self, command: Unirun, popen: subprocess.Popen[bytes], *, read: bool) -> None:
+    def __init__(
+        self, command: Unirun, popen: subprocess.Popen[bytes] | ForkedCommand, *, read: bool
+    ) -> None:
         self.command, self.popen, self.pid = command, popen, popen.pid
         self._began = time.monotonic()
         self._changed = threading.Condition()

@@ -222,6 +222,7 @@ class TestAReaderThatFallsBehind:
         pids = [worker["pid"] for worker in unirun.workers().values()]
         job.signal(signal.SIGTERM)
         assert all(gone(pid, WAIT_TIMEOUT) for pid in pids)
+        assert isinstance(job.popen, subprocess.Popen)
         out, _ = job.popen.communicate(timeout=START_TIMEOUT)
         assert out.count(b"\n") == 40_000
         assert job.end().code == 143
@@ -250,6 +251,7 @@ class TestAReaderThatFallsBehind:
         pid = int(eventually(again, "it runs again", START_TIMEOUT))
         job.signal(signal.SIGTERM)
         assert gone(pid, WAIT_TIMEOUT)
+        assert isinstance(job.popen, subprocess.Popen)
         out, _ = job.popen.communicate(timeout=START_TIMEOUT)
         assert out.count(b"\n") == 40_000
         assert job.end().code == 143

@@ -9,16 +9,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.testbed.warm import TITLE, Importing, new_folder
+from tests.testbed.commands import ForkedCommand, may_fork
+from tests.testbed.warm import TITLE, fork_warm, new_folder
 from tests.waiting import eventually
 from unirun.launcher.orders import PRELOAD
 from unirun.launcher.warm.borrowing import Borrowed, running, start
 from unirun.launcher.warm.key import DESCRIPTION
 
-from .harness import START_TIMEOUT, Running, Unirun, gone, processes_of
+from .harness import START_TIMEOUT, UNIRUN, Running, Unirun, gone, processes_of
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """With these modules, one warm process serves jobs of one rank and of several."""
+
+STREAMS = {"stdin", "stdout", "stderr"}
 
 COLD = {**ONE_THREAD, "UNIRUN_WARM": "0"}
 
@@ -40,7 +43,8 @@ class Warm:
         """Fork one from a process that imports `preload` once for all tests. With a process as `holder` it is as in a
         session or a step there: with root's group as a supplementary one."""
         folder = new_folder(self.run)
-        Importing((*PRELOAD, *preload), self.command.environment(env)).fork(self.command.home, folder, holder)
+        environ = self.command.environment(env)
+        fork_warm((*PRELOAD, *preload), environ, self.command.home, folder, holder)
         eventually((folder / DESCRIPTION).exists, "it is ready", START_TIMEOUT)
 
     @property
@@ -75,6 +79,24 @@ class WarmUnirun(Unirun):
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         """The environment, with the directory of the warm processes."""
         return super().environment({"UNIRUN_RUN_DIR": str(self.warm.run), **(extra or {})})
+
+    def start(
+        self,
+        *args: object,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        read: bool = True,
+        constants: Mapping[str, float] | None = None,
+        **popen: Any,
+    ) -> Running:
+        """Start it as a fork of a process that has imported it, unless it needs an interpreter of its own."""
+        environ = self.environment(env)
+        if not (read and may_fork(environ) and popen.keys() <= STREAMS):
+            return super().start(*args, env=env, cwd=cwd, read=read, constants=constants, **popen)
+        command = [UNIRUN, *map(str, args)]
+        forked = ForkedCommand(command, cwd=cwd or self.root, env=environ, constants=constants, **popen)
+        self.started.append(Running(self, forked, read=read))
+        return self.started[-1]
 
     def processes(self) -> dict[int, str]:
         """Forks are added, as they show the environment of the warm process."""
