@@ -18,7 +18,7 @@ from tests.integration.harness import Unirun
 from tests.waiting import WAIT_TIMEOUT
 from unirun import train
 from unirun.errors import TrainingFailed, UsageError
-from unirun.roles.formation import INTERRUPT
+from unirun.roles.interruption import INTERRUPT
 from unirun.train import Trainer
 
 pytestmark = pytest.mark.usefixtures("warm_functions")

@@ -28,8 +28,8 @@ from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import Dispatcher, Generations
 from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.calls.policy import Invocation, invocations
-from unirun.roles.formation import GroupForge, RankSet, group_rank
 from unirun.roles.peers import Peers, RoleInfo, linked_peers, lone_peers
+from unirun.roles.rank_sets import RankSet, group_rank
 from unirun.roles.transport.protocol import LendingTransport, Transport
 from unirun.values import WorkerId, split_endpoint
 from unirun.wire.credentials import load_credentials
@@ -261,6 +261,8 @@ class Context:
         """The roles as the agent reports them. For unirun's own use, like `session`."""
         self.session = CallSession(peers, environ, sockets)
         """The calls of this process."""
+        from unirun.roles.formation import GroupForge
+
         self._forge = GroupForge(peers)
         self.role: str = peers.role
         """The name of this worker's role."""

@@ -3,29 +3,27 @@ roles."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
-import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
-from unirun.errors import GroupError, UsageError
+from unirun.errors import GroupError
 from unirun.rendezvous.endpoints import GENERATION_KEY
 from unirun.roles.gloo import WORKER_IDLE_TIMEOUT, GlooGroup, in_group, wait_until_idle, wait_until_stuck
+from unirun.roles.interruption import Interrupted, MainThread
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.process_groups import c10d, dist, end_outdated, process_groups
-from unirun.values import Value, split_endpoint
+from unirun.roles.rank_sets import Infos, RankSet, RankSets, group_rank
+from unirun.values import split_endpoint
 from unirun.wire.messages import RoleView
 from unirun.wire.reports import GroupFormed, GroupMeets, Stuck
 
@@ -37,93 +35,6 @@ CONNECT_TIMEOUT = timedelta(milliseconds=500)
 """For one attempt to connect to a store; more attempts follow."""
 KEY_TIMEOUT = timedelta(seconds=10)
 """For the first key of a store, which its process sets when it starts."""
-
-
-# The interruption of a user's function that runs in the main thread, whatever it waits for, when a peer is lost.
-
-INTERRUPT = signal.SIGRTMIN + 7
-"""The signal that interrupts a function in the main thread. Any signal that is free would do."""
-
-INTERRUPT_RETRY_INTERVAL = 0.05
-"""Seconds between two signals to the main thread, until the function that runs there has noticed its interruption."""
-
-
-class Interrupted(BaseException):
-    """The function is over for this rank: another one has failed or was lost, or the driver has ended it. Raised in the
-    user's function, which has no reason to catch it."""
-
-
-class MainThread:
-    """The function that runs in the main thread, as other threads interrupt it."""
-
-    def __init__(self) -> None:
-        """Listen for the signal. Raises ValueError in any other thread than the main one."""
-        self._check: Callable[[], None] | None = None
-        self._waking = False
-        """True from `wake` until the function has noticed. No event: its lock may be held when the signal comes."""
-        signal.signal(INTERRUPT, self._signalled)
-
-    def run(self, function: Callable[[], T], check: Callable[[], None]) -> T:
-        """Call `function`. `check`, which raises `Interrupted` when it is due, is called now and after `wake`. A
-        function may run another one, which is then the one that is interrupted."""
-        before = self._check
-        try:
-            self._check = check
-            check()
-            return function()
-        finally:
-            self._check = before
-            self._waking = False
-
-    def runs(self, check: Callable[[], None]) -> bool:
-        """Return True while the function with this `check` runs, and has not been interrupted."""
-        return self._check == check
-
-    def wake(self, check: Callable[[], None]) -> None:
-        """Let the function with this `check` notice that it is interrupted. A signal that comes just before a system
-        call does not end that, so it is sent until the function has noticed."""
-        if self.runs(check):
-            self._waking = True
-            self._signal()
-
-    def _signal(self) -> None:
-        if not self._waking:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT)
-        threading.Timer(INTERRUPT_RETRY_INTERVAL, self._signal).start()
-
-    def _signalled(self, signum: int, frame: FrameType | None) -> None:
-        check = self._check
-        if check is None or _imports(frame):
-            # A module that was imported in part would stay so in this process.
-            return
-        self._waking = False
-        # Once: what the function does to clean up is not interrupted.
-        self._check = None
-        check()
-        self._check = check
-
-
-_main_thread: MainThread | None = None
-
-
-def main_thread() -> MainThread:
-    """The one for calls of this process. Raises ValueError in any other thread than the main one."""
-    global _main_thread
-    if _main_thread is None:
-        _main_thread = MainThread()
-    signal.signal(INTERRUPT, _main_thread._signalled)
-    return _main_thread
-
-
-def _imports(frame: FrameType | None) -> bool:
-    """Return True if the function is importing a module."""
-    while frame is not None and frame.f_code is not MainThread.run.__code__:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            return True
-        frame = frame.f_back
-    return False
 
 
 # The default process group.
@@ -405,56 +316,10 @@ def _in_a_group(error: BaseException) -> bool:
 # roles. A restarted role has another generation, so no key of an earlier group is read. Members with different views of
 # the generations wait under different prefixes until their agents have sent them the same view.
 
-_RANKS = re.compile(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*")
-"""``0-3,7``"""
-
-
-class RankSet(Value):
-    """Ranks of `role` in ascending order; None: all of them. It is printed as it was written, ``actor:0-3``."""
-
-    role: str
-    ranks: tuple[int, ...] | None = None
-    text: str = ""
-
-    @classmethod
-    def parse(cls, text: str) -> RankSet:
-        """``actor`` or ``actor:0-3,7``. Raises `UsageError`."""
-        role, colon, ranks = text.partition(":")
-        if not colon:
-            return cls(role, None, text)
-        found: list[int] = []
-        for each in ranks.split(",") if _RANKS.fullmatch(ranks) else ():
-            first, _, last = each.partition("-")
-            found += range(int(first), int(last or first) + 1)
-        if not found or found != sorted(set(found)):
-            raise UsageError(
-                f"{text!r} names no ranks of {role}", f'write "{role}:0-3,7", in ascending order'
-            )
-        return cls(role, tuple(found), text)
-
-    def members(self, info: RoleInfo) -> tuple[int, ...] | range:
-        """The ranks, in a role as it is now. Raises `UsageError` for one that it does not have."""
-        if self.ranks is None:
-            return range(info.world_size)
-        if self.ranks[-1] >= info.world_size:
-            raise UsageError(
-                f"{self} names rank {self.ranks[-1]} of {info.name}",
-                f"it has ranks 0 to {info.world_size - 1}",
-            )
-        return self.ranks
-
-    def __str__(self) -> str:
-        return self.text
-
-
 MEMBERS_POLL_INTERVAL = 0.02
 """Seconds between two reads of the store while members are missing."""
 STORE_TIMEOUT = timedelta(seconds=2)
 """For one attempt to connect to a store; more attempts follow."""
-
-RankSets = Sequence[RankSet]
-Infos = Sequence[RoleInfo]
-
 
 Formed = tuple[tuple[RoleInfo, ...], ProcessGroup, list[GlooGroup]]
 """The generations of the roles of a group, the group, and its gloo groups, one for each device that gloo serves."""
@@ -642,17 +507,6 @@ def default_backend() -> str:
     if dist.is_initialized():
         return str(dist.get_backend_config())
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-
-
-def group_rank(rank_sets: RankSets, infos: Infos, role: str, rank: int) -> int | None:
-    """The rank in the group of a rank of a role: by role as named, then by rank. None: it is no member."""
-    before = 0
-    for rank_set, info in zip(rank_sets, infos, strict=True):
-        members = rank_set.members(info)
-        if rank_set.role == role:
-            return before + members.index(rank) if rank in members else None
-        before += len(members)
-    return None
 
 
 def _size(rank_sets: RankSets, infos: Infos) -> int:

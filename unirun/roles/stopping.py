@@ -14,7 +14,6 @@ from typing import Any
 from unirun.errors import UsageError
 from unirun.observe.spans import spans
 from unirun.roles.context import init
-from unirun.roles.process_groups import dist
 
 KEY = "unirun/stop"
 
@@ -103,6 +102,8 @@ class Stopping:
         where = (*address, self._peers.generation, run)
         series = 0 if where != self._where else self._series + (step < self._step)
         if self._agreement is None or (where, series) != (self._where, self._series):
+            from unirun.roles.process_groups import dist
+
             store = dist.TCPStore(*address, is_master=False, timeout=STORE_TIMEOUT)
             self._agreement = Agreement(dist.PrefixStore(f"{run}/{series}", store))
         self._where, self._series, self._step = where, series, step

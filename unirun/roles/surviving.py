@@ -17,13 +17,9 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from torch.nn.parallel import DistributedDataParallel
-
 from unirun.errors import UsageError
 from unirun.roles.context import init
-from unirun.roles.formation import Formation, Interrupted, MainThread
-from unirun.roles.process_groups import dist, process_groups
-from unirun.roles.replicas import in_memory, newer
+from unirun.roles.interruption import Interrupted, MainThread
 from unirun.wire.reports import Boundary, Resilient
 
 P = ParamSpec("P")
@@ -78,6 +74,8 @@ class ResilientState:
 
         Raises `UsageError` for a sharded tensor: no other rank has its values, so it needs a checkpoint in files.
         """
+        from unirun.roles.replicas import in_memory
+
         plain = {name: _state_of(value) for name, value in values.items()}
         # One assignment, between whose parts nothing is interrupted.
         self._kept = self._kept[0] + 1, in_memory(plain)
@@ -91,6 +89,8 @@ class ResilientState:
 
         Raises `UsageError` without a process group.
         """
+        from unirun.roles.replicas import in_memory, newer
+
         if self._survivor is not None and self._survivor.world_size > 1:
             self._kept = newer(self._kept[0], lambda: self._kept[1]) or self._kept
         # A copy, as an optimizer goes on with the tensors that it is given.
@@ -103,6 +103,8 @@ class ResilientState:
 
 def _unwrapped(value: Any) -> Any:
     """A module without the wrapper of DistributedDataParallel, which is another one in each generation."""
+    from torch.nn.parallel import DistributedDataParallel
+
     return value.module if isinstance(value, DistributedDataParallel) else value
 
 
@@ -115,6 +117,8 @@ class Survivor:
     """This worker, as it survives the loss of other ranks of its role."""
 
     def __init__(self) -> None:
+        from unirun.roles.formation import Formation
+
         self._peers = init().peers
         self._formation = Formation(self._peers, lambda generation: None)
         self._called = False
@@ -136,6 +140,8 @@ class Survivor:
 
     def run(self, function: Callable[[], R]) -> R:
         """Call `function` in each generation, until all ranks have returned from it in the same one."""
+        from unirun.roles.process_groups import dist, process_groups
+
         if self._called:
             raise UsageError(
                 "a resilient function was called before in this process",
@@ -201,6 +207,8 @@ def _survivor() -> Survivor | None:
     brief = peers.brief(peers.role)
     if brief is None or brief.kind not in SCRIPTS:
         return None
+    from unirun.roles.process_groups import dist
+
     if dist.is_initialized():
         raise UsageError(
             "the process group was formed before the first function was decorated with resilient",

@@ -20,7 +20,8 @@ from unirun.errors import UsageError
 from unirun.roles.calls.group import WorkerHandle
 from unirun.roles.calls.policy import invocations
 from unirun.roles.context import Context, init
-from unirun.roles.formation import Formation, main_thread
+from unirun.roles.formation import Formation
+from unirun.roles.interruption import main_thread
 from unirun.roles.replicas import in_memory, newer
 from unirun.roles.workload import BaseTrainer, BaseWorkload, MasterHandle, bind
 from unirun.wire.reporting import report

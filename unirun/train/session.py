@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from unirun.errors import UnirunError, UsageError
 from unirun.observe.spans import spans
 from unirun.roles.calls.codec import dump
-from unirun.roles.formation import Interrupted
+from unirun.roles.interruption import Interrupted
 from unirun.roles.nested import mapped
 from unirun.roles.stopping import Stopping
 from unirun.train.checkpoints import (

@@ -17,7 +17,7 @@ import psutil
 
 from unirun.errors import TrainingFailed, UsageError
 from unirun.roles import BaseWorkload, MasterHandle, init, trainer_invocation
-from unirun.roles.formation import Interrupted, main_thread
+from unirun.roles.interruption import Interrupted, main_thread
 from unirun.roles.nested import mapped
 from unirun.roles.process_groups import process_groups
 from unirun.train import logs

@@ -21,7 +21,8 @@ import unirun.roles.gloo
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import GroupError
 from unirun.rendezvous.endpoints import GENERATION_KEY
-from unirun.roles.formation import Formation, MainThread
+from unirun.roles.formation import Formation
+from unirun.roles.interruption import MainThread
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.process_groups import ProcessGroups, process_groups
 from unirun.wire.reports import GroupFormed, GroupMeets, Message, Stuck

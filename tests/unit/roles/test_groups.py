@@ -16,9 +16,10 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import GroupError
-from unirun.roles.formation import GroupForge, RankSet, missing_for_good
+from unirun.roles.formation import GroupForge, missing_for_good
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.process_groups import process_groups
+from unirun.roles.rank_sets import RankSet
 from unirun.wire.messages import RoleView, WorkerView
 
 distributed: Any = dist

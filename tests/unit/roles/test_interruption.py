@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.waiting import WAIT_TIMEOUT, eventually
-from unirun.roles.formation import INTERRUPT, Interrupted, MainThread
+from unirun.roles.interruption import INTERRUPT, Interrupted, MainThread
 
 
 class Lost:

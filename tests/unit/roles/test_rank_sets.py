@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import UsageError
-from unirun.roles.formation import RankSet, group_rank
 from unirun.roles.peers import RoleInfo
+from unirun.roles.rank_sets import RankSet, group_rank
 
 ACTOR, ROLLOUT = RoleInfo("actor", 4, 0), RoleInfo("rollout", 3, 0)
 

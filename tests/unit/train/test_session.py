@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun import train
 from unirun.errors import EncodingError, UsageError
-from unirun.roles.formation import Interrupted
+from unirun.roles.interruption import Interrupted
 from unirun.train import session as sessions
 from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Manifest
 from unirun.train.data import Consumed

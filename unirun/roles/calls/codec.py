@@ -15,20 +15,23 @@ import marshal
 import pickle
 import re
 import struct
+import sys
 import traceback
 from collections.abc import Callable
 from functools import lru_cache
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
-import torch
 
 from unirun.errors import CallError, EncodingError, FrameError, RemoteError, RemoteTraceback
 from unirun.roles.transport.frames import MAX_HEAD as MAX_FRAME_HEAD
 from unirun.roles.transport.protocol import writable
 from unirun.values import WorkerId
 from unirun.wire.reporting import folded, noted
+
+if TYPE_CHECKING:
+    import torch
 
 INLINE = 512
 """Bytes up to which a tensor is part of the pickle itself, which costs less than a separate buffer."""
@@ -37,9 +40,15 @@ MAX_HEAD = MAX_FRAME_HEAD - (1 << 24)
 """Bytes that a pickle may have without its buffers. The rest of a frame's head is for the header of the request."""
 
 
+def _is_tensor(value: Any) -> bool:
+    """Return True for a tensor, of which there is none where torch is not imported: it takes long, and many callers
+    send none."""
+    return type(value) is getattr(sys.modules.get("torch"), "Tensor", None)
+
+
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor:
+        if _is_tensor(obj):
             return _reduce(obj)
         if isinstance(obj, type | _FUNCTION) and obj.__module__ == "__main__":
             raise pickle.PicklingError("it goes by value")
@@ -48,7 +57,7 @@ class _Pickler(pickle.Pickler):
 
 class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor:
+        if _is_tensor(obj):
             return _reduce(obj)
         if type(obj) is CodeType:
             # cloudpickle 3.1.3 drops the name of the file, and with it the source lines in tracebacks.
@@ -111,6 +120,8 @@ def load(head: bytes | memoryview, buffers: tuple[memoryview, ...]) -> Any:
 
 
 def _reduce(tensor: torch.Tensor) -> Any:
+    import torch
+
     if (
         tensor.layout is not torch.strided
         or tensor.is_quantized
@@ -129,6 +140,8 @@ def _reduce(tensor: torch.Tensor) -> Any:
 def _rebuild(
     memory: Any, dtype: torch.dtype, shape: tuple[int, ...], place: str, requires_grad: bool
 ) -> torch.Tensor:
+    import torch
+
     if len(memory) == 0:
         tensor = torch.empty(shape, dtype=dtype)
     else:

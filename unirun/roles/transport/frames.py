@@ -18,8 +18,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from unirun.errors import FrameError
 
 # Memory for what is received again and again, as weights are: that of earlier ones, when nobody uses it any more.
@@ -42,6 +40,8 @@ class SpareMemory:
         fitting = (array for array in free if size <= array.nbytes <= 2 * size)
         chosen: Any = min(fitting, key=lambda array: array.nbytes, default=None)
         if chosen is None:
+            import torch
+
             chosen = torch.empty(size, dtype=torch.uint8).numpy()
         used = [array for array in self._arrays if not any(array is each for each in free)]
         self._arrays = [*used[-1:], chosen]

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-import torch
-
 from unirun.values import WorkerId
 from unirun.wire.reporting import report_error
 
@@ -143,7 +141,9 @@ def own(parcel: Parcel) -> Parcel:
 def _copy(buffer: memoryview) -> memoryview:
     if buffer.nbytes == 0:
         return buffer
-    # torch copies with vector instructions and without the GIL.
+    import torch
+
+    # It copies with vector instructions and without the GIL.
     source = torch.frombuffer(writable(buffer), dtype=torch.uint8)
     copy: Any = source.clone().numpy()
     return memoryview(copy)

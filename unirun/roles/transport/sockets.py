@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
-import torch
-
 from unirun.errors import CallError, ChannelError, FrameError
 from unirun.roles.transport.frames import (
     INLINE,
@@ -396,6 +394,8 @@ def map_segment(handle: int, sizes: Sequence[int], released: Callable[[], None])
 
     Raises `FrameError` if the segment is not sealed or is smaller than the buffers.
     """
+    import torch
+
     places, total = offsets(list(sizes))
     try:
         if not _is_sealed(handle):
