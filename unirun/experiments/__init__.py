@@ -157,14 +157,14 @@ _HOMES = (
     "graph",
     "config",
     "experiment",
+    "starting",
+    "recovery",
     "sample",
     "models.api",
     "datasets",
-    "recovery",
     "agents",
-    "starting",
 )
-"""The modules that have these names. Those that import torch come after the others."""
+"""The modules that have these names. Those that import torch, from `sample` on, come after the others."""
 
 
 def __getattr__(name: str) -> Any:

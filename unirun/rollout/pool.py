@@ -33,14 +33,16 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unirun.errors import EpisodeFailed, QueueTimeout, UsageError
 from unirun.rollout.chatting import Chats, Message, Parse, Reply, calls_in_tags
 from unirun.rollout.completing import Completer, Completion
 from unirun.rollout.episodes import Group, Outcomes, Trajectory, Turn, oldest, trajectories
-from unirun.weights.gate import Bound
 from unirun.wire.reporting import report
+
+if TYPE_CHECKING:
+    from unirun.weights.gate import Bound
 
 Data = Mapping[str, Any]
 """A prompt: a row of a dataset, as the agent gets it."""
@@ -166,6 +168,9 @@ class Pool:
         self._completer, self._agent, self._size = completer, agent, group_size
         self._bound: Bound | None = None
         if batch is not None and max_head_offpolicyness is not None:
+            # Its package imports torch.
+            from unirun.weights.gate import Bound
+
             self._bound = Bound(batch, max_head_offpolicyness, max_concurrent_rollouts)
         self._gate = _Gate(self._bound, max_concurrent_rollouts)
         self._most, self._timeout = max_concurrent_rollouts, episode_timeout

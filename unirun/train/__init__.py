@@ -1,7 +1,7 @@
 """Jobs from Python: described with a builder, checked at once, submitted as a process of its own; or a function on many
 ranks, with `Trainer`.
 
-Names are imported when they are used: builders need no torch.
+Names are imported when they are used: builders need no torch, nor does a program that starts a `Trainer`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ if TYPE_CHECKING:
         WandbCallback,
     )
     from unirun.train.checkpoints import CheckpointStrategy
-    from unirun.train.data import Files, Loader, Shard, kfold, to_cv
-    from unirun.train.job import Job, JobHandle, attach
-    from unirun.train.result import Result
-    from unirun.train.running import TrainingIterator
-    from unirun.train.session import (
+    from unirun.train.data import Files
+    from unirun.train.data.loader import Loader, Shard
+    from unirun.train.data.sources import kfold, to_cv
+    from unirun.train.functions import (
         checkpoint_files,
         config,
         get_dataset_shard,
@@ -49,6 +48,9 @@ if TYPE_CHECKING:
         world_rank,
         world_size,
     )
+    from unirun.train.job import Job, JobHandle, attach
+    from unirun.train.result import Result
+    from unirun.train.running import TrainingIterator
     from unirun.train.trainer import Trainable, Trainer
 
 __all__ = [
@@ -122,8 +124,10 @@ _HOMES = {
         "WandbCallback",
     ),
     "checkpoints": ("CheckpointStrategy",),
-    "data": ("Files", "Loader", "Shard", "kfold", "to_cv"),
-    "session": (
+    "data.files": ("Files",),
+    "data.loader": ("Loader", "Shard"),
+    "data.sources": ("kfold", "to_cv"),
+    "functions": (
         "checkpoint_files",
         "config",
         "get_dataset_shard",

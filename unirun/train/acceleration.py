@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 
 from unirun.errors import UsageError
 from unirun.roles.nested import rebuilt
-from unirun.train.checkpoints import unwrapped
-from unirun.train.data import Loader
-from unirun.train.session import in_worker, session
+from unirun.train.checkpoints.state import unwrapped
+from unirun.train.data.loader import Loader
+from unirun.train.functions import in_worker, session
 
 M = TypeVar("M", bound=nn.Module)
 

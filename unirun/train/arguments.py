@@ -20,7 +20,7 @@ import fsspec
 from unirun.errors import UsageError
 from unirun.observe.ownership import exposure, make_private
 from unirun.train.checkpoints import Folder
-from unirun.train.data import Files, source_of
+from unirun.train.data import Files
 from unirun.wire.reporting import report
 
 # The directory of a trainer: ``run_001``, ``run_002``, … with what each run keeps. It may be a URL.
@@ -202,6 +202,8 @@ def datasets(dataset: Any) -> dict[str | None, Any]:
         if isinstance(each, Files):
             # They may be listed in a file of the hosts of the workers.
             continue
+        from unirun.train.data.sources import source_of
+
         source_of("dataset" if name is None else name, each, shuffle=False, seed=0, block=1)
     return found
 

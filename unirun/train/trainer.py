@@ -43,12 +43,12 @@ from unirun.train.arguments import (
 from unirun.train.backends import TorchConfig, configured, find_backend
 from unirun.train.callbacks import Callbacks, TrainingCallback
 from unirun.train.callbacks.base import numbers
-from unirun.train.checkpoints import CheckpointStrategy, state_at
+from unirun.train.checkpoints import CheckpointStrategy
 from unirun.train.familiar import TRAINERS, elsewhere, refuse_arguments
 from unirun.train.result import Result
 from unirun.train.running import Attempts, TrainingIterator
 from unirun.train.setup import Setup, in_words, options_of, range_of, requested, resources_of, threads_of
-from unirun.train.worker import RunTask, cell_of
+from unirun.train.task import RunTask, cell_of
 from unirun.train.workers import Workers
 from unirun.wire.reporting import folded, report
 
@@ -722,6 +722,8 @@ class Trainer:
     def get_last_checkpoint(self) -> Any:
         """The state of the last checkpoint of the last run, with tensors on the CPU; None without one. Raises
         `CheckpointDamaged`."""
+        from unirun.train.checkpoints.state import state_at
+
         path = self.latest_checkpoint
         return None if path is None else state_at(path)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,70 +20,23 @@ from unirun.roles.nested import mapped
 from unirun.roles.process_groups import process_groups
 from unirun.train import logs
 from unirun.train.backends import find_backend
-from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Info, unwrapped
+from unirun.train.checkpoints import Folder, Info
+from unirun.train.checkpoints.state import unwrapped
+from unirun.train.checkpoints.writer import CheckpointWriter
+from unirun.train.functions import enter
 from unirun.train.lockstep import Reported
 from unirun.train.losses import loader_loss
-from unirun.train.session import Session, enter
-from unirun.values import Value
+from unirun.train.session import Session
+from unirun.train.task import Attempt, Program, RunTask, show_cell
 from unirun.wire.frames import finite
 from unirun.wire.progress import page
 from unirun.wire.reports import Metrics
-
-Program = Callable[..., Any]
-
-
-# The source of a function that is in no file, as in a cell of a notebook: so that tracebacks of workers show it.
-
-
-def cell_of(function: Program) -> list[str]:
-    """The lines of the cell in which a function is defined; none for one in a file, and when they are not known."""
-    code = getattr(function, "__code__", None)
-    if code is None or Path(code.co_filename).exists():
-        return []
-    return linecache.getlines(code.co_filename)
-
-
-def show_cell(function: Program, lines: list[str]) -> None:
-    """Have tracebacks of this process show these lines of the cell of a function."""
-    if lines:
-        file = function.__code__.co_filename
-        linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
-
 
 OVER = 1 << 62
 """After every attempt."""
 
 CALLS = 8
 """Calls that run beside the function at most."""
-
-
-class Attempt(Value):
-    """One attempt: a function that all ranks call. Attempts of one trainer have ascending numbers.
-
-    `failed_attempts` counts the attempts that have failed in this `generation` of the process group, so that the group
-    has to be formed again after each.
-    """
-
-    attempt: int
-    generation: int
-    failed_attempts: int
-
-
-class RunTask(Value):
-    """The function that a run calls, and the lines of its `cell`, as every rank gets them. Checkpoints go to `url`, in
-    an attempt from `number` on; `kept` are there already. `resume` is the number of the one there to go on from,
-    another folder and a number, or a state."""
-
-    function: Program
-    cell: list[str]
-    takes_config: bool
-    config: Mapping[str, Any]
-    datasets: Mapping[str | None, Any]
-    url: str
-    strategy: CheckpointStrategy
-    number: int = 1
-    kept: list[Info] = []  # noqa: RUF012 (msgspec gives each value its own)
-    resume: int | tuple[str, int] | dict[str, Any] | None = None
 
 
 class TrainWorker(BaseWorkload):

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from unirun import train
 from unirun.errors import UsageError
-from unirun.train import session as sessions
+from unirun.train import functions
 from unirun.train.session import Session
 
 
@@ -25,9 +25,9 @@ from unirun.train.session import Session
 def session() -> Iterator[Session]:
     """Rank 1 of 4, which have no process group."""
     made = Session(1, 4, 1)
-    sessions.enter(made)
+    functions.enter(made)
     yield made
-    sessions.enter(None)
+    functions.enter(None)
     made.close()
 
 
@@ -35,9 +35,9 @@ def session() -> Iterator[Session]:
 def alone() -> Iterator[Session]:
     """The only rank."""
     made = Session()
-    sessions.enter(made)
+    functions.enter(made)
     yield made
-    sessions.enter(None)
+    functions.enter(None)
     made.close()
 
 

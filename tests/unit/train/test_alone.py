@@ -13,13 +13,13 @@ import torch
 
 from unirun import train
 from unirun.errors import UsageError
-from unirun.train import session as sessions
+from unirun.train import functions
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plain python, without what other tests have left."""
-    monkeypatch.setattr(sessions, "_alone", None)
+    monkeypatch.setattr(functions, "_alone", None)
     yield
     torch.use_deterministic_algorithms(False)
 

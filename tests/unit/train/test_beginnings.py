@@ -13,7 +13,7 @@ from unirun.errors import CheckpointDamaged, EncodingError
 from unirun.train.callbacks import Callbacks
 from unirun.train.checkpoints import CheckpointStrategy, Info
 from unirun.train.running import TrainingIterator
-from unirun.train.worker import Attempt, RunTask
+from unirun.train.task import Attempt, RunTask
 
 URL = "memory://beginnings/checkpoints"
 START = "/elsewhere/checkpoints/000007/"

@@ -15,7 +15,7 @@ from unirun.train.callbacks import Callbacks
 from unirun.train.checkpoints import CheckpointStrategy, Info
 from unirun.train.losses import LIMIT
 from unirun.train.running import TrainingIterator
-from unirun.train.worker import RunTask
+from unirun.train.task import RunTask
 
 WORLD = 4
 

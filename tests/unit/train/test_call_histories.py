@@ -20,7 +20,7 @@ from unirun.errors import EncodingError, InvocationTimeout, RemoteTraceback, Tra
 from unirun.train import running
 from unirun.train.losses import LIMIT
 from unirun.train.running import RECOVERY_TIMEOUT, UNWIND_TIMEOUT, Attempts
-from unirun.train.worker import Attempt
+from unirun.train.task import Attempt
 
 Outcome = Literal["value", "error", "lost", "own loss", "Ctrl-C"]
 """The end of a function in one of the ranks that are called. An `own loss` is that of a worker of another role, which the

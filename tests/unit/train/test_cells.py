@@ -6,7 +6,7 @@ import linecache
 import traceback
 from typing import Any
 
-from unirun.train.worker import cell_of, show_cell
+from unirun.train.task import cell_of, show_cell
 
 SOURCE = "def function():\n    raise KeyError('here')  # the line\n"
 

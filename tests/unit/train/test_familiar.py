@@ -10,10 +10,11 @@ import torch
 
 from unirun import train
 from unirun.errors import UsageError
-from unirun.train import session as sessions
+from unirun.train import functions
 from unirun.train.checkpoints.state import UNNAMED, named, unnamed
-from unirun.train.data import Shard
+from unirun.train.data.loader import Shard
 from unirun.train.familiar import FUNCTIONS, SHARDS, TRAINER_ARGUMENTS, TRAINERS
+from unirun.train.session import Session
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -145,17 +146,17 @@ def test_folds_have_the_spelling_of_raysgd() -> None:
 
 
 def test_metrics_may_be_a_dict(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sessions, "_alone", None)
+    monkeypatch.setattr(functions, "_alone", None)
     train.report({"loss": 0.5}, epoch=1)
     assert capfd.readouterr().err == "report: loss=0.5, epoch=1\n"
 
 
 def test_a_tuple_is_loaded_into_a_tuple() -> None:
     model, state = torch.nn.Linear(1, 1), {"weight": torch.ones(1, 1), "bias": torch.zeros(1)}
-    sessions.enter(sessions.Session(resume={UNNAMED: (state, 3)}))
+    functions.enter(Session(resume={UNNAMED: (state, 3)}))
     try:
         assert train.load_checkpoint()[1] == 3
         assert train.load_checkpoint(into=(model, 0))[1] == 3
     finally:
-        sessions.enter(None)
+        functions.enter(None)
     assert model.weight.item() == 1

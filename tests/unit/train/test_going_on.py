@@ -13,7 +13,8 @@ import pytest
 
 from unirun.errors import UsageError
 from unirun.train.arguments import hold, left_unfinished, mark_finished, next_run, release, runs_in
-from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Info
+from unirun.train.checkpoints import CheckpointStrategy, Folder, Info
+from unirun.train.checkpoints.writer import CheckpointWriter
 from unirun.train.result import Result
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from unirun.train.callbacks import Callbacks
 from unirun.train.checkpoints import CheckpointStrategy
 from unirun.train.running import TrainingIterator
-from unirun.train.worker import RunTask
+from unirun.train.task import RunTask
 
 EVERY = 60.0
 

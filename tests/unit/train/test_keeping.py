@@ -13,7 +13,7 @@ from unirun.train import running
 from unirun.train.callbacks import Callbacks
 from unirun.train.checkpoints import CheckpointStrategy, Info
 from unirun.train.running import TrainingIterator
-from unirun.train.worker import RunTask
+from unirun.train.task import RunTask
 
 
 class Answered:

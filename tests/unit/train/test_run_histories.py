@@ -36,14 +36,15 @@ from tests.effort import examples
 from tests.waiting import WAIT_TIMEOUT
 from unirun import train
 from unirun.errors import TrainingFailed, UsageError, WorkerLost
-from unirun.train import running
-from unirun.train import session as sessions
+from unirun.train import functions, running
 from unirun.train.callbacks import Callbacks, CsvLoggerCallback, JsonLoggerCallback, TrainingCallback
-from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Info, load
+from unirun.train.checkpoints import CheckpointStrategy, Folder, Info
 from unirun.train.checkpoints import writer as writers
+from unirun.train.checkpoints.state import load
+from unirun.train.checkpoints.writer import CheckpointWriter
 from unirun.train.running import Attempts, TrainingIterator
 from unirun.train.session import Session
-from unirun.train.worker import Attempt, RunTask
+from unirun.train.task import Attempt, RunTask
 
 Sample = tuple[int, int]
 """An epoch, and a sample of it."""
@@ -158,14 +159,14 @@ class Rank:
     def go_on(self) -> None:
         """Run up to the next report or checkpoint, or to the end."""
         self._with_own(self._numbers)
-        sessions.enter(self.session)
+        functions.enter(self.session)
         try:
             next(self._function)
         except StopIteration:
             self.session.finish()
             self.ended = True
         finally:
-            sessions.enter(None)
+            functions.enter(None)
             self._numbers = (torch.get_rng_state(), numpy.random.get_state(), random.getstate())
 
     def _with_own(self, numbers: Any) -> None:

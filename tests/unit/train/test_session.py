@@ -19,8 +19,9 @@ from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun import train
 from unirun.errors import EncodingError, UsageError
 from unirun.roles.interruption import Interrupted
-from unirun.train import session as sessions
-from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Manifest
+from unirun.train import functions
+from unirun.train.checkpoints import CheckpointStrategy, Folder, Manifest
+from unirun.train.checkpoints.writer import CheckpointWriter
 from unirun.train.data import Consumed
 from unirun.train.lockstep import Reported
 from unirun.train.session import Session
@@ -36,15 +37,15 @@ class Losses:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain python, without what other tests have left."""
-    monkeypatch.setattr(sessions, "_alone", None)
+    monkeypatch.setattr(functions, "_alone", None)
 
 
 @pytest.fixture
 def session() -> Iterator[Session]:
     made = Session(1, 4, 1, config={"lr": 0.1}, datasets={None: range(8), "other": range(4)})
-    sessions.enter(made)
+    functions.enter(made)
     yield made
-    sessions.enter(None)
+    functions.enter(None)
     made.close()
 
 
@@ -245,9 +246,9 @@ class TestACheckpointThatIsNotLoaded:
     @pytest.fixture
     def going_on(self, tmp_path: Path) -> Iterator[Session]:
         made = Session(resume={"epoch": 1})
-        sessions.enter(made)
+        functions.enter(made)
         yield made
-        sessions.enter(None)
+        functions.enter(None)
         made.close()
 
     @pytest.mark.parametrize(
@@ -371,7 +372,7 @@ class TestRandomNumbers:
             writer = CheckpointWriter(folder, CheckpointStrategy(), 0, 1, first)
             resume = (folder, folder.manifest(first - 1)) if first > 1 else None
             session = Session(writer=writer, resume=resume, saves=first - 1)
-            sessions.enter(session)
+            functions.enter(session)
             try:
                 train.enable_reproducibility(7)
                 torch.rand(5)
@@ -383,7 +384,7 @@ class TestRandomNumbers:
                     session.commit(epoch).result(WAIT_TIMEOUT)
                 return found
             finally:
-                sessions.enter(None)
+                functions.enter(None)
                 session.close()
                 torch.use_deterministic_algorithms(False)
 

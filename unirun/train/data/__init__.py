@@ -6,22 +6,17 @@
     for batch in shard.to_torch(32, num_workers=4):
         ...
         save(shard.progress)
+
+The names here need no torch, as the process that starts a training run may do without it; `loader` and `sources` do.
 """
 
-from unirun.train.data.loader import Loader, Shard, sharded
+from unirun.train.data.files import Files
 from unirun.train.data.plan import Consumed, SampleOrder, Share, merged
-from unirun.train.data.sources import Files, kfold, source_of, to_cv
 
 __all__ = [
     "Consumed",
     "Files",
-    "Loader",
     "SampleOrder",
-    "Shard",
     "Share",
-    "kfold",
     "merged",
-    "sharded",
-    "source_of",
-    "to_cv",
 ]

@@ -12,7 +12,8 @@ import pytest
 
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import CheckpointDamaged, TrainingFailed, UsageError
-from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, files_in
+from unirun.train.checkpoints import CheckpointStrategy, Folder, files_in
+from unirun.train.checkpoints.writer import CheckpointWriter
 from unirun.train.lockstep import Lockstep, Reported
 from unirun.train.session import Session
 

@@ -16,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.waiting import WAIT_TIMEOUT
 from unirun.train import unwrap
-from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Manifest, load, plain_state
+from unirun.train.checkpoints import CheckpointStrategy, Folder, Manifest
+from unirun.train.checkpoints.state import load, plain_state
+from unirun.train.checkpoints.writer import CheckpointWriter
 
 NAMES = [
     "0.weight",

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import CheckpointDamaged
-from unirun.train.checkpoints import Folder, Manifest, load
+from unirun.train.checkpoints import Folder, Manifest
+from unirun.train.checkpoints.state import load
 from unirun.train.data import Consumed
 
 

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import CheckpointDamaged, UsageError
-from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Manifest, load, put_into
+from unirun.train.checkpoints import CheckpointStrategy, Folder, Manifest
+from unirun.train.checkpoints.state import load, put_into
+from unirun.train.checkpoints.writer import CheckpointWriter
 
 
 @pytest.fixture

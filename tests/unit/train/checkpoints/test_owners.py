@@ -17,7 +17,9 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import UsageError
-from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, load
+from unirun.train.checkpoints import CheckpointStrategy, Folder
+from unirun.train.checkpoints.state import load
+from unirun.train.checkpoints.writer import CheckpointWriter
 
 
 class Harm:

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from unirun.errors import UsageError
-from unirun.train.checkpoints import encode, outline, plain_state
-from unirun.train.checkpoints.state import listed, snapshot
+from unirun.train.checkpoints.state import encode, listed, outline, plain_state, snapshot
 
 
 class Pair(NamedTuple):

@@ -19,8 +19,10 @@ import torch
 
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import TrainingFailed, UsageError
-from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Info, load
+from unirun.train.checkpoints import CheckpointStrategy, Folder, Info
 from unirun.train.checkpoints import writer as module
+from unirun.train.checkpoints.state import load
+from unirun.train.checkpoints.writer import CheckpointWriter
 from unirun.train.data import Consumed, Share
 
 

@@ -10,7 +10,8 @@ import fsspec
 import msgspec
 from torch.utils.data import IterableDataset, get_worker_info
 
-from unirun.train.data import Consumed, Files, Shard, Share, merged
+from unirun.train.data import Consumed, Files, Share, merged
+from unirun.train.data.loader import Shard
 from unirun.train.data.sources import Marked
 
 

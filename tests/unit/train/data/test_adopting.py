@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from tests.unit.train.data.datasets import NumberStream, in_files, numbers, stored
 from unirun.errors import UsageError
-from unirun.train.data import Shard, sharded
+from unirun.train.data.loader import Shard, sharded
 
 
 def loader_of(dataset: Sequence[Any] | torch.Tensor, **options: Any) -> DataLoader[Any]:

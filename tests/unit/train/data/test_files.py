@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from tests.unit.train.data.datasets import in_files, stored
 from unirun.errors import UsageError
-from unirun.train.data import Consumed, Files, Shard, sources
+from unirun.train.data import Consumed, Files, files
+from unirun.train.data.loader import Shard
 
 
 def write(path: Path, text: str) -> str:
@@ -95,8 +96,8 @@ class TestListed:
         chunk: int,
         block: int,
     ) -> None:
-        monkeypatch.setattr(sources, "CHUNK", chunk)
-        monkeypatch.setattr(sources, "LINES", block)
+        monkeypatch.setattr(files, "CHUNK", chunk)
+        monkeypatch.setattr(files, "LINES", block)
         # Without its end, an empty last line is none.
         last = end if terminated or (lines and not lines[-1]) else ""
         path = tmp_path / "list.txt"
@@ -113,7 +114,7 @@ class TestListed:
     def test_a_list_is_never_in_memory_as_a_whole(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(sources, "CHUNK", 1 << 12)
+        monkeypatch.setattr(files, "CHUNK", 1 << 12)
         path = write(tmp_path / "list.txt", "path\n" * 50_000)
         Files.listed_in(path)
         tracemalloc.start()

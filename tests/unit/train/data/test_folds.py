@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from unirun.errors import UsageError
-from unirun.train.data import Files, Shard, kfold
-from unirun.train.data.sources import Fold
+from unirun.train.data import Files
+from unirun.train.data.loader import Shard
+from unirun.train.data.sources import Fold, kfold
 
 
 def samples(fold: Fold) -> list[Any]:

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.unit.train.data.datasets import NumberStream, as_processes, in_files, numbers, stored
-from unirun.train.data import Consumed, Shard
+from unirun.train.data import Consumed
+from unirun.train.data.loader import Shard
 
 LENGTHS = (3, 0, 1, 4, 0, 0, 2, 5, 0)
 

@@ -14,7 +14,8 @@ from torch.utils.data import BatchSampler, SequentialSampler, default_collate
 
 from tests.unit.train.data.datasets import NumberStream, in_files, numbers, stored
 from unirun.errors import UsageError
-from unirun.train.data import Consumed, Shard
+from unirun.train.data import Consumed
+from unirun.train.data.loader import Shard
 from unirun.train.data.plan import WHOLE
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.unit.train.data.datasets import NumberStream, in_files, stored
 from unirun.errors import UsageError
-from unirun.train.data import Consumed, Shard, merged
+from unirun.train.data import Consumed, merged
+from unirun.train.data.loader import Shard
 from unirun.train.data.plan import WHOLE
 
 

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.unit.train.data.datasets import NumberStream, SkippingNumbers, stored
 from unirun.errors import UsageError
-from unirun.train.data import Consumed, Shard
+from unirun.train.data import Consumed
+from unirun.train.data.loader import Shard
 from unirun.train.data.plan import WHOLE
 
 

@@ -1,0 +1,60 @@
+"""`RunTask` and `Attempt`: what the driver sends to the ranks of a `Trainer` with a function. It needs no torch."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from unirun.train.checkpoints import CheckpointStrategy, Info
+from unirun.values import Value
+
+Program = Callable[..., Any]
+
+
+# The source of a function that is in no file, as in a cell of a notebook: so that tracebacks of workers show it.
+
+
+def cell_of(function: Program) -> list[str]:
+    """The lines of the cell in which a function is defined; none for one in a file, and when they are not known."""
+    code = getattr(function, "__code__", None)
+    if code is None or Path(code.co_filename).exists():
+        return []
+    return linecache.getlines(code.co_filename)
+
+
+def show_cell(function: Program, lines: list[str]) -> None:
+    """Have tracebacks of this process show these lines of the cell of a function."""
+    if lines:
+        file = function.__code__.co_filename
+        linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
+
+
+class Attempt(Value):
+    """One attempt: a function that all ranks call. Attempts of one trainer have ascending numbers.
+
+    `failed_attempts` counts the attempts that have failed in this `generation` of the process group, so that the group
+    has to be formed again after each.
+    """
+
+    attempt: int
+    generation: int
+    failed_attempts: int
+
+
+class RunTask(Value):
+    """The function that a run calls, and the lines of its `cell`, as every rank gets them. Checkpoints go to `url`, in
+    an attempt from `number` on; `kept` are there already. `resume` is the number of the one there to go on from,
+    another folder and a number, or a state."""
+
+    function: Program
+    cell: list[str]
+    takes_config: bool
+    config: Mapping[str, Any]
+    datasets: Mapping[str | None, Any]
+    url: str
+    strategy: CheckpointStrategy
+    number: int = 1
+    kept: list[Info] = []  # noqa: RUF012 (msgspec gives each value its own)
+    resume: int | tuple[str, int] | dict[str, Any] | None = None
