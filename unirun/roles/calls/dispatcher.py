@@ -108,7 +108,7 @@ class Dispatcher:
         """
         self._generations = generations
         self._open_rpc, self._now = open_rpc, now
-        self._target, self._me, self._methods = target, me, dict(methods)
+        self._target, self._me, self._methods = target, str(me), dict(methods)
         self._coroutines = {n for n in methods if inspect.iscoroutinefunction(getattr(type(target), n))}
         self._lock = threading.Lock()
         self._callers: dict[tuple[str, int], _CallerState] = {}
@@ -220,7 +220,7 @@ class Dispatcher:
 
     def _turn_away(self, run: _IncomingCall) -> None:
         problem = f"{self._me} does not take calls any more"
-        self._finish(run, self._error(WorkerLost(problem, "it was told to stop", worker=str(self._me))))
+        self._finish(run, self._error(WorkerLost(problem, "it was told to stop", worker=self._me)))
 
     def _answer(self, run: _IncomingCall, answer: Callable[[], Any]) -> None:
         """Answer a request to the process, not to the target."""
@@ -384,7 +384,7 @@ class Dispatcher:
         return own(Parcel(OK + head, buffers))
 
     def _error(self, error: BaseException, *, disturbed: bool = False) -> Parcel:
-        head, buffers = dump_error(error, str(self._me))
+        head, buffers = dump_error(error, self._me)
         return own(Parcel((INTERRUPTED if disturbed else ERROR) + head, buffers))
 
     def _finish(self, run: _IncomingCall, outcome: Parcel) -> None:
