@@ -339,7 +339,7 @@ class Entrance:
 
     def _send(self, line: PeerConnection, request: Enter) -> None:
         try:
-            answer = line.ask(msgspec.json.encode(request))
+            answer = line.ask(request)
         except PeerLost as error:
             answer = Future()
             answer.set_exception(error)

@@ -17,11 +17,11 @@ from torch import nn
 from unirun.errors import PeerLost, UsageError, WeightsTimeout, WireError
 from unirun.roles.context import Context, init
 from unirun.weights.hub import MAX_WAIT_SECONDS, Holder, hub_of
-from unirun.weights.messages import Fetched, Peek, answer_of, encode
+from unirun.weights.messages import Fetched, Peek
 from unirun.weights.pairing import BACKENDS, PairGroup
 from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Receiver, Target
-from unirun.weights.sources import PeerConnection, RemoteSource, VersionFile
+from unirun.weights.sources import PeerConnection, RemoteSource, VersionFile, answer_of
 from unirun.weights.tensors import Piecewise, Weights, assigner, targets_of, tensors_of, unsaved
 from unirun.wire.progress import page
 from unirun.wire.reporting import report
@@ -239,7 +239,7 @@ class WeightsChannel:
                 raise PeerLost(f"{who} is started again", "ask later", worker=who)
             self._lines[rank] = line
             try:
-                parcel = line.ask(encode(Peek(self.name, None))).result(PEEK_TIMEOUT)
+                parcel = line.ask(Peek(self.name, None)).result(PEEK_TIMEOUT)
             except FutureTimeout as error:
                 raise PeerLost(
                     f"{who} has not answered within {PEEK_TIMEOUT:g} s", "ask later", worker=who

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import msgspec
 import torch
+from msgspec.json import encode
 
 from unirun.errors import ChannelError, FrameError, GroupError, PeerLost
 from unirun.roles.context import Context
@@ -31,7 +32,6 @@ from unirun.weights.messages import (
     Release,
     Released,
     Request,
-    encode,
 )
 from unirun.weights.pairing import PairGroup
 from unirun.weights.producing import Demand, Producer

@@ -10,7 +10,6 @@ from typing import Final
 
 import msgspec
 
-from unirun.errors import FrameError
 from unirun.values import Value, WorkerId
 from unirun.weights.tensors import Layout, NamedBox
 
@@ -114,19 +113,3 @@ class Released(Value, tag=True):
 
 Request = Describe | Peek | Fetch | Release
 Answer = Described | Fetched | Released
-
-_answers = msgspec.json.Decoder(Answer)
-
-
-def encode(message: Request | Answer) -> bytes:
-    """The head of a parcel."""
-    return msgspec.json.encode(message)
-
-
-def answer_of(head: bytes) -> Answer:
-    """The inverse. Raises `FrameError` for anything else."""
-    try:
-        found: Answer = _answers.decode(head)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise FrameError(f"this is no answer about weights: {error}") from error
-    return found

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec.json import encode
 
 from unirun.errors import FrameError, QueueTimeout
 from unirun.roles.calls.codec import dump
@@ -76,13 +77,8 @@ Demand = AwaitItem | Take | Hold | Done
 _offers = msgspec.json.Decoder(Offered)
 
 
-def encode(message: Demand | Counts | Offered) -> bytes:
-    """The head of a parcel."""
-    return msgspec.json.encode(message)
-
-
 def offered(head: bytes) -> Offered:
-    """The inverse of `encode` for answers. Raises `FrameError` for anything else."""
+    """The answer of a producer in a parcel. Raises `FrameError` for anything else."""
     try:
         return _offers.decode(head)
     except (msgspec.MsgspecError, RecursionError) as error:

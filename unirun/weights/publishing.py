@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from typing import Any
 
-import msgspec
 import numpy
 import torch
+from msgspec.json import decode, encode
 from msgspec.structs import replace
 from safetensors.torch import save as serialized
 
@@ -38,7 +38,6 @@ from unirun.weights.messages import (
     Release,
     Released,
     Request,
-    encode,
 )
 from unirun.weights.pairing import PairGroup
 from unirun.weights.tensors import (
@@ -179,7 +178,7 @@ def format_code(dtype: torch.dtype) -> str | None:
         head = serialized({"": torch.empty(1, dtype=dtype)})
     except KeyError:
         return None
-    entry = msgspec.json.decode(head[8 : 8 + int.from_bytes(head[:8], "little")])[""]
+    entry = decode(head[8 : 8 + int.from_bytes(head[:8], "little")])[""]
     return str(entry["dtype"]) if entry["shape"] == [1] else None
 
 
@@ -265,7 +264,7 @@ class Packing:
         return max(int(entry["data_offsets"][1]) for entry in self._entries.values())
 
     def _head(self, token: str) -> bytes:
-        text = msgspec.json.encode({"__metadata__": {"format": "pt", TOKEN: token}} | self._entries)
+        text = encode({"__metadata__": {"format": "pt", TOKEN: token}} | self._entries)
         text += b" " * (-(8 + len(text) + self._data_size) % ALIGN)
         return len(text).to_bytes(8, "little") + text
 

@@ -23,7 +23,7 @@ from unirun.weights.admitting import Admission, Entrance, counts_of, settled
 from unirun.weights.gate import Bound, Counts
 from unirun.weights.hub import MAX_WAIT_SECONDS, hub_of
 from unirun.weights.messages import WEIGHTS
-from unirun.weights.producing import AwaitItem, Done, Hold, Offered, Take, encode, offered
+from unirun.weights.producing import AwaitItem, Done, Hold, Offered, Take, offered
 from unirun.weights.sources import PeerConnection
 from unirun.wire.progress import page
 from unirun.wire.reports import Metrics
@@ -77,7 +77,7 @@ class RemoteProducer:
     def _tell(self, request: AwaitItem | Take | Hold | Done) -> Future[Parcel]:
         """Send a request. The future raises `PeerLost` when the producer has ended."""
         try:
-            return self.line.ask(encode(request))
+            return self.line.ask(request)
         except PeerLost as error:
             future: Future[Parcel] = Future()
             future.set_exception(error)

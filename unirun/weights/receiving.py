@@ -17,9 +17,9 @@ from unirun.roles.transport.protocol import Parcel
 from unirun.values import Value
 from unirun.weights.devices import DeviceError, DeviceInterface
 from unirun.weights.hub import Holder
-from unirun.weights.messages import Describe, Described, Fetched, Origin, Released, answer_of
+from unirun.weights.messages import Describe, Described, Fetched, Origin, Released
 from unirun.weights.publishing import Packing, blend, copy_all, device_of
-from unirun.weights.sources import Copy, Mapped, RemoteSource, Sent, VersionFile, opened
+from unirun.weights.sources import Copy, Mapped, RemoteSource, Sent, VersionFile, answer_of, opened
 from unirun.weights.tensors import (
     Layout,
     NamedBox,

@@ -10,14 +10,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
 from unirun.errors import FrameError, GroupError, PeerLost
 from unirun.roles.transport.protocol import Connection, LendingTransport, Parcel, writable
-from unirun.values import WorkerId
+from unirun.values import Value, WorkerId
 from unirun.weights.devices import DeviceError, DeviceInterface
-from unirun.weights.messages import WEIGHTS, Fetch, Fetched, Origin, Peek, Release, Request, encode
+from unirun.weights.messages import WEIGHTS, Answer, Fetch, Fetched, Origin, Peek, Release, Request
 from unirun.weights.pairing import PairGroup
 from unirun.weights.publishing import TOKEN, Packing
 from unirun.weights.tensors import Box, Layout, NamedBox, Part, Piece, dtype_of, part_of
@@ -191,7 +192,7 @@ class RemoteSource:
 
     def ask(self, request: Request) -> Future[Parcel]:
         """Send a request. The answer raises `PeerLost` when the process has ended."""
-        return self.line.ask(encode(request))
+        return self.line.ask(request)
 
     def fetch(
         self, at_least: int, takes: Sequence[NamedBox], patience: float, *, keep: bool
@@ -367,14 +368,14 @@ class PeerConnection:
             f"{self.who} is gone: {self._lost}", "try again when it was started again", worker=str(self.who)
         )
 
-    def ask(self, head: bytes) -> Future[Parcel]:
+    def ask(self, request: Value) -> Future[Parcel]:
         """Send a request. The future raises `PeerLost` when the connection ends; this does when it has ended."""
         future: Future[Parcel] = Future()
         with self._lock:
             if self._lost:
                 raise self._error()
             self._open.add(future)
-        self._channel.call(Parcel(head), partial(self._answered, future))
+        self._channel.call(Parcel(msgspec.json.encode(request)), partial(self._answered, future))
         return future
 
     def _answered(self, future: Future[Parcel], parcel: Parcel) -> None:
@@ -389,3 +390,15 @@ class PeerConnection:
         """Close the connection, which the other end sees."""
         self._channel.close()
         self._broken(reason)
+
+
+_answers = msgspec.json.Decoder(Answer)
+
+
+def answer_of(head: bytes) -> Answer:
+    """The answer in a parcel about weights. Raises `FrameError` for anything else."""
+    try:
+        found: Answer = _answers.decode(head)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise FrameError(f"this is no answer about weights: {error}") from error
+    return found

@@ -10,9 +10,11 @@ import pytest
 from unirun.errors import PeerLost
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
+from unirun.weights.messages import Peek
 from unirun.weights.sources import PeerConnection
 
 WHO = WorkerId("actor", 0, 0)
+QUESTION = Peek("policy", None)
 
 
 class Wire:
@@ -40,17 +42,17 @@ def wire() -> Any:
 
 def test_who_waits_is_told_why_the_connection_was_closed(wire: Any) -> None:
     line = PeerConnection(WHO, wire, "")
-    future = line.ask(b"")
+    future = line.ask(QUESTION)
     line.close("the job has lost it")
     with pytest.raises(PeerLost, match="actor:0 is gone: the job has lost it"):
         future.result(0)
     with pytest.raises(PeerLost):
-        line.ask(b"")
+        line.ask(QUESTION)
 
 
 def test_an_answer_that_comes_while_the_connection_is_closed_changes_nothing(wire: Any) -> None:
     line = PeerConnection(WHO, wire, "")
-    future = line.ask(b"")
+    future = line.ask(QUESTION)
     line.close()
     wire.answers[0](Parcel(b"late"))
     with pytest.raises(PeerLost):
@@ -59,7 +61,7 @@ def test_an_answer_that_comes_while_the_connection_is_closed_changes_nothing(wir
 
 def test_an_answer_that_has_come_stays(wire: Any) -> None:
     line = PeerConnection(WHO, wire, "")
-    future = line.ask(b"")
+    future = line.ask(QUESTION)
     wire.answers[0](Parcel(b"in time"))
     wire.broken("the peer closed the stream")
     assert future.result(0).head == b"in time"

@@ -258,7 +258,8 @@ class TestMemory:
         publisher, endpoint = harness.publisher()
         source = harness.receiver(endpoint).sources[0]
         publisher.publish({"w": torch.full((1000,), 1.0)}, 1)
-        from unirun.weights.messages import Describe, Described, Fetched, answer_of
+        from unirun.weights.messages import Describe, Described, Fetched
+        from unirun.weights.sources import answer_of
         from unirun.weights.tensors import Box, NamedBox
 
         described = answer_of(source.ask(Describe("policy", 1.0)).result(WAIT_TIMEOUT).head)

@@ -8,7 +8,6 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import msgspec
 import pytest
 
 from tests.waiting import WAIT_TIMEOUT, eventually
@@ -30,12 +29,12 @@ class FakeConnection:
         self._gate, self._holds = gate, holds
         self._open: list[Future[Parcel]] = []
 
-    def ask(self, head: bytes) -> Future[Parcel]:
+    def ask(self, request: Enter) -> Future[Parcel]:
         answer: Future[Parcel] = Future()
         if self.lost:
             raise PeerLost("it is gone", "try again", worker="actor:0")
         self._open.append(answer)
-        self._gate.handle(msgspec.json.decode(head, type=Enter), lambda parcel: self._answer(answer, parcel))
+        self._gate.handle(request, lambda parcel: self._answer(answer, parcel))
         return answer
 
     def _answer(self, answer: Future[Parcel], parcel: Parcel) -> None:
