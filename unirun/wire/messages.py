@@ -136,8 +136,8 @@ class Resume(Message):
 
 
 class Current(Message):
-    """All that the files had when they were asked for was sent; `over`: also all that they will ever have, as the
-    node's agent has ended."""
+    """All that the files have was sent; it comes at regular intervals. `over`: also all that they will ever have, as
+    the node's agent has ended."""
 
     over: bool = False
 

@@ -18,7 +18,7 @@ from typing import cast
 from unirun.failover.silence import HEARTBEAT_INTERVAL
 from unirun.observe.jobdir import JobDir
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.messages import Chunk, Current, Heartbeat
+from unirun.wire.messages import Chunk, Current
 from unirun.wire.reports import Message
 
 FILE_POLL_INTERVAL = 0.05
@@ -46,10 +46,11 @@ def news(
 ) -> Iterator[Message | None]:
     """The messages about the files of `job` after `offsets`, until its agent has ended; None before each pause.
 
-    Beats between show the command that this host lives, as ssh needs 15 s to give one up.
+    That all was sent is said at each heartbeat interval: it shows the command that this host lives, as ssh needs 15 s
+    to give one up.
     """
     seen: dict[str, tuple[int, int]] = {}
-    told, beaten = False, -math.inf
+    told = -math.inf
     while True:
         # Looked at first: what the agent and its workers have written is there when they have ended.
         over = not job.alive()
@@ -64,12 +65,9 @@ def news(
         if over:
             yield Current(over=True)
             return
-        if not told:
+        if clock() >= told + HEARTBEAT_INTERVAL:
             yield Current()
-            told = True
-        if clock() >= beaten + HEARTBEAT_INTERVAL:
-            yield Heartbeat()
-            beaten = clock()
+            told = clock()
         yield None
 
 

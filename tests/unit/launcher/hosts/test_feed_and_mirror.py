@@ -24,7 +24,7 @@ from unirun.launcher.hosts.feed import MAX_CHUNK_BYTES, feed
 from unirun.observe.jobdir import JobDir
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.frames import decode
-from unirun.wire.messages import Chunk, Current, Heartbeat
+from unirun.wire.messages import Chunk, Current
 
 
 def sent(job: JobDir, offsets: dict[str, int]) -> list[Chunk]:
@@ -87,13 +87,13 @@ def test_files_are_copied_and_after_a_reconnect_only_what_is_new(job: JobDir, co
     assert (copy / LOG).read_bytes() == text + b"more"
 
 
-def test_beats_follow_while_the_agent_lives(job: JobDir) -> None:
+def test_a_host_says_again_and_again_that_all_was_sent_while_its_agent_lives(job: JobDir) -> None:
     here, there = socket.socketpair()
     with BlockingStream(here) as node, BlockingStream(there) as command, ThreadPoolExecutor() as pool:
         with open(job.lock, "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             feeding = pool.submit(feed, job, node, {})
-            assert [command.receive(WAIT_TIMEOUT) for _ in range(3)] == [Current(), Heartbeat(), Heartbeat()]
+            assert [command.receive(WAIT_TIMEOUT) for _ in range(3)] == [Current()] * 3
         feeding.result(WAIT_TIMEOUT)
         assert command.receive(WAIT_TIMEOUT) == Current(over=True)
 
@@ -117,7 +117,7 @@ def test_a_host_that_sends_nothing_is_silent_until_it_sends_again(
         )
         async with asyncio.timeout(WAIT_TIMEOUT):
             assert await told.get() == ("h1", True)
-            remote.stream.send(Heartbeat())
+            remote.stream.send(Current())
             assert await told.get() == ("h1", False)
             assert await told.get() == ("h1", True)
             remote.stream.send(Current(over=True))
