@@ -105,7 +105,7 @@ def launch(
     except RendezvousError:
         discard_job(job, lock)
         raise
-    return RunningJob(job, spec, begin(job, agents, lock, first_master(job)))
+    return RunningJob(job, spec, *begin(job, agents, lock, first_master(job)))
 
 
 def join_here(job: JobDir, name: str) -> str:
@@ -201,9 +201,9 @@ def tasks_of(planned: PlannedJob, masters: tuple[str, ...]) -> dict[str, AgentTa
 def leave(running: RunningJob) -> int:
     """Wait until a master has brought the job to its store, so that it needs this process no more. Returns 0, or the
     exit code when there is no master, having said why."""
-    if running.processes.taken_up(running.job):
+    if running.taken_up():
         return 0
-    code = running.processes.end(led=False) or EXIT_FAILURE
+    code = running.end(led=False) or EXIT_FAILURE
     warn(end_unled(running.job, code) or "the job's processes are gone")
     return code
 

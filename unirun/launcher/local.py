@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from msgspec import to_builtins
 
@@ -36,7 +36,6 @@ from unirun.rendezvous.election import job_prefix, leader_of
 from unirun.rendezvous.endpoints import BIND_TIMEOUT, hold_endpoints
 from unirun.rendezvous.store.url import open_store
 from unirun.spec.job import JobSpec
-from unirun.values import Value
 from unirun.wire.frames import typed
 from unirun.wire.messages import AgentTask
 from unirun.wire.reporting import NO_THREAD, flush, gave_up, lacks_threads, report, report_error
@@ -253,8 +252,9 @@ def begin(
     agents: Mapping[str, AgentProcess],
     lock: int,
     run_master: Callable[[Mapping[str, int]], None] | None = None,
-) -> Processes:
-    """Let `agents`, by node, begin, and fork the first master of `job` unless another host has it.
+) -> tuple[int | None, tuple[int, ...]]:
+    """Let `agents`, by node, begin, and fork the first master of `job` unless another host has it. Returns the pid of
+    the master and those of the agents.
 
     `run_master` is called in the master's process with the pids of the agents, whose end it must notice even before
     they have joined. All hold the `lock`, as long as one of them lives. Forking shares what is imported already. Call
@@ -265,7 +265,7 @@ def begin(
     pids = {node: agent.pid for node, agent in agents.items()}
     master = run_master and _fork("unirun-master", job.master_log, lambda _: run_master(pids))
     os.close(lock)
-    return Processes(master, tuple(pids.values()))
+    return master, tuple(pids.values())
 
 
 def _fork(title: str, log: Path, run: Callable[[int | None], None], *, stdin: bool = False) -> int:
@@ -307,16 +307,32 @@ def _become(title: str, log: Path, run: Callable[[int | None], None], stdin: boo
         os._exit(code)
 
 
-class Processes:
-    """The agents, and the masters one after another. `master` is the one that leads now."""
+class RunningJob:
+    """A job that this process follows, with its processes on this host: the agents, and the masters one after another.
 
-    def __init__(self, master: int | None, agents: Sequence[int]) -> None:
+    Only the output of `node` is shown, if one is named.
+    """
+
+    copied = False
+    """True if the files of the job's directory are copied from other hosts, a little later than messages tell of
+    them."""
+
+    def __init__(
+        self, job: JobDir, spec: JobSpec, master: int | None, agents: Sequence[int], node: str = ""
+    ) -> None:
         """`master` is the first one, unless it runs on another host."""
+        self.job, self.spec, self.node = job, spec, node
+        self.owned = master is not None
+        """True if the job ends with this process. One that takes part in the job of another host is a member."""
         self._first, self._agents = master, tuple(agents)
         self._exits: dict[int, int] = {}
         self._agents_gone: float | None = None
         self._stopping = False
-        self.master = master or 0
+        self._master = master or 0
+
+    def led_by(self, master: int) -> None:
+        """The master that leads now was reached; this is its pid, where it runs."""
+        self._master = master
 
     def refusal(self, led: bool) -> int | None:
         """The exit code of the first master when it has refused to lead (`led`: one has led already)."""
@@ -325,7 +341,11 @@ class Processes:
 
     def given_up(self, led: bool, busy: bool | None = None) -> bool:
         """Return True if no master will be found any more: no process is left to start one, or the first has refused
-        to lead (`led`: one has led already)."""
+        to lead (`led`: one has led already).
+
+        `busy` is what the last attempt to reach one says: a connection to its address was made and came to nothing
+        (True), or an agent there follows none (False); None for neither.
+        """
         if self.refusal(led) is not None:
             return True
         if any(self._wait(agent, 0.0) is None for agent in self._agents):
@@ -333,10 +353,10 @@ class Processes:
         self._agents_gone = self._agents_gone or time.monotonic()
         return time.monotonic() > self._agents_gone + ORPHANED_MASTER_TIMEOUT
 
-    def taken_up(self, job: JobDir) -> bool:
+    def taken_up(self) -> bool:
         """Wait until a master has brought the job to its store; False when the first has refused to lead, or nobody is
         left to lead. A store that is away is given up by the master."""
-        while job.first_context() is not None:
+        while self.job.first_context() is not None:
             if self.given_up(led=False):
                 return False
             time.sleep(TAKE_UP_POLL_INTERVAL)
@@ -375,7 +395,7 @@ class Processes:
             self._signal(signal.SIGKILL)
         elif code:
             self.stop_agents()
-        for pids in (self._agents, (self._first, self.master)):
+        for pids in (self._agents, (self._first, self._master)):
             deadline = time.monotonic() + farewell
             late = [pid for pid in filter(None, pids) if self._wait(pid, deadline - time.monotonic()) is None]
             if late and farewell:
@@ -409,61 +429,6 @@ class Processes:
             else:
                 time.sleep(0.005)
         return self._exits[pid]
-
-
-class JobProcesses(Protocol):
-    """The master and the agents of a job, as far as the command that follows it has to do with them."""
-
-    master: int
-    """The pid of the present master, where it runs."""
-
-    def refusal(self, led: bool) -> int | None:
-        """The exit code of the first master when it has refused to lead (`led`: one has led already)."""
-        ...
-
-    def given_up(self, led: bool, busy: bool | None = None) -> bool:
-        """Return True to stop looking for a master. `busy` is what the last attempt to reach one says: a connection to
-        its address was made and came to nothing (True), or an agent there follows none (False); None for neither."""
-        ...
-
-    def taken_up(self, job: JobDir) -> bool:
-        """Wait until a master has brought the job to its store; False when nobody will."""
-        ...
-
-    def reap(self) -> None:
-        """Leave no zombie of an agent that is gone while the job goes on without it."""
-        ...
-
-    def wake_agents(self) -> None:
-        """Continue agents that were stopped (SIGSTOP), as the job is to end or has no master."""
-        ...
-
-    def stop_agents(self) -> None:
-        """Let the agents end their workers and themselves."""
-        ...
-
-    def kill_agents(self) -> None:
-        """End the agents that do not end; their workers end with them."""
-        ...
-
-    def end(self, led: bool = True, farewell: float | None = None) -> int | None:
-        """Leave nothing behind, waiting `farewell` seconds. Returns the first master's exit, if it is known."""
-        ...
-
-
-class RunningJob(Value):
-    """A job that this process follows.
-
-    Only the output of `node` is shown, if one is named; as `member` this process is not the one that the job ends with.
-    The files of the job's directory may be `copied` from other hosts, a little later than messages tell of them.
-    """
-
-    job: JobDir
-    spec: JobSpec
-    processes: JobProcesses
-    node: str = ""
-    member: bool = False
-    copied: bool = False
 
 
 def last_line_of_masters(job: JobDir) -> str:

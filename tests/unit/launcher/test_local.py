@@ -1,6 +1,6 @@
 """The processes of a job on the command's host: when none is left to wait for, and that none is left behind.
 
-Each test is a process of its own, as `Processes.end` kills every child that there is.
+Each test is a process of its own, as `RunningJob.end` kills every child that there is.
 """
 
 from __future__ import annotations
@@ -16,9 +16,16 @@ from tests.waiting import WAIT_TIMEOUT
 
 PRELUDE = """
 import os, signal, sys, time
+from pathlib import Path
 from unirun.launcher import local
-from unirun.launcher.local import Processes
 from unirun.launcher.process import adopt_orphans, children
+from unirun.observe.jobdir import JobDir
+from unirun.spec.job import Entry, JobSpec, RoleSpec
+
+spec = JobSpec("job", "run-1", (RoleSpec("actor", 1, Entry("script", "a.py")),), ("actor",))
+
+def running(master, agents):
+    return local.RunningJob(JobDir(Path()), spec, master, agents)
 
 def child(code):
     '''A process that runs this code in a shell.'''
@@ -54,7 +61,7 @@ def run(code: str) -> None:
 def test_a_job_is_not_given_up_while_its_agent_lives() -> None:
     run("""
         for master in (child(FOR_EVER), ended(child("exit 0")), ended(child("kill -9 $$"))):
-            found = Processes(master, (child(FOR_EVER),))
+            found = running(master, (child(FOR_EVER),))
             assert not found.given_up(led=False)
             assert not found.given_up(led=True)
             local.kill_children()
@@ -81,7 +88,7 @@ def test_an_agent_or_a_master_that_can_start_no_thread_says_so_in_one_line(tmp_p
 @pytest.mark.starts_processes
 def test_a_job_whose_first_master_cannot_lead_is_given_up() -> None:
     run("""
-        found = Processes(ended(child("exit 2")), (child(FOR_EVER),))
+        found = running(ended(child("exit 2")), (child(FOR_EVER),))
         assert found.given_up(led=False)
         assert not found.given_up(led=True), "another has led since"
         local.kill_children()
@@ -92,7 +99,7 @@ def test_a_job_whose_first_master_cannot_lead_is_given_up() -> None:
 def test_a_job_is_given_up_a_moment_after_its_agents_have_ended() -> None:
     run("""
         local.ORPHANED_MASTER_TIMEOUT = 0.2
-        found = Processes(child(FOR_EVER), (ended(child("exit 0")),))
+        found = running(child(FOR_EVER), (ended(child("exit 0")),))
         began = time.monotonic()
         assert not found.given_up(led=True)
         until(lambda: found.given_up(led=True))
@@ -108,11 +115,11 @@ def test_stop_agents_signals_live_agents_only() -> None:
         os.set_inheritable(write, True)
         agent = child(f"trap 'exit 7' TERM; echo ready >&{write}; while :; do sleep 0.02; done")
         assert os.read(read, 20) == b"ready\\n"
-        found = Processes(ended(child("exit 0")), (agent,))
+        found = running(ended(child("exit 0")), (agent,))
         found.stop_agents()
         assert os.waitid(os.P_PID, agent, os.WEXITED | os.WNOWAIT).si_status == 7
         found.stop_agents()
-        Processes(1 << 22, (ended(child("exit 0")),)).stop_agents()
+        running(1 << 22, (ended(child("exit 0")),)).stop_agents()
     """)
 
 
@@ -120,7 +127,7 @@ def test_stop_agents_signals_live_agents_only() -> None:
 @pytest.mark.parametrize(("ends", "code"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137)])
 def test_ending_the_processes_returns_the_first_masters_exit_code(ends: str, code: int) -> None:
     run(f"""
-        found = Processes(ended(child({ends!r})), (ended(child("exit 0")),))
+        found = running(ended(child({ends!r})), (ended(child("exit 0")),))
         assert found.end() == {code}
         assert children() == []
     """)
@@ -130,7 +137,7 @@ def test_ending_the_processes_returns_the_first_masters_exit_code(ends: str, cod
 def test_ending_the_processes_waits_for_those_that_exit_by_themselves() -> None:
     run("""
         master, agent = child("sleep 0.2; exit 0"), child("sleep 0.1; exit 0")
-        found = Processes(master, (agent,))
+        found = running(master, (agent,))
         found.end()
         assert found._exits == {master: 0, agent: 0}, "none of them was killed"
     """)
@@ -144,7 +151,7 @@ def test_ending_the_processes_leaves_none_behind() -> None:
         agent = child("sleep 100 & trap '' TERM; while :; do sleep 0.02; done")
         master = child("setsid sleep 100 & exec sleep 100")
         until(lambda: len(open(f"/proc/{master}/task/{master}/children").read().split()) == 1)
-        found = Processes(master, (agent,))
+        found = running(master, (agent,))
         assert found.end() is None, "the first master lived"
         assert children() == []
     """)
@@ -158,8 +165,8 @@ def test_ending_the_processes_waits_for_a_later_master() -> None:
         os.set_inheritable(write, True)
         agent = child(f"(sleep 0.3; exit 0) & echo $! >&{write}; exit 0")
         later = int(os.read(read, 20))
-        found = Processes(ended(child("kill -9 $$")), (ended(agent),))
-        found.master = later
+        found = running(ended(child("kill -9 $$")), (ended(agent),))
+        found.led_by(later)
         assert found.end() == 137
         assert found._exits[later] == 0, "it was not killed"
         assert children() == []
@@ -169,7 +176,7 @@ def test_ending_the_processes_waits_for_a_later_master() -> None:
 @pytest.mark.starts_processes
 def test_ending_the_processes_does_not_wait_for_a_stranger() -> None:
     run("""
-        found = Processes(1 << 22, (1 << 22,))
+        found = running(1 << 22, (1 << 22,))
         began = time.monotonic()
         assert found.end() is None
         assert time.monotonic() - began < 5
@@ -177,14 +184,10 @@ def test_ending_the_processes_does_not_wait_for_a_stranger() -> None:
 
 
 AGENT = """
-from pathlib import Path
 from unirun.errors import RendezvousError
 from unirun.wire.messages import AgentTask
 from unirun.launcher.local import AgentProcess
-from unirun.observe.jobdir import JobDir
-from unirun.spec.job import Entry, JobSpec, RoleSpec
 
-spec = JobSpec("job", "run-1", (RoleSpec("actor", 1, Entry("script", "a.py")),), ("actor",))
 folder = Path({folder!r})
 agent = AgentProcess(folder / "new.log")
 

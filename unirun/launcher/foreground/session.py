@@ -84,8 +84,8 @@ class Display:
     """Shows one job on a console. `roles` has the latest `RoleChanged` of each role."""
 
     def __init__(self, running: RunningJob, console: Console) -> None:
-        self._job, self._spec, self._console = running.job, running.spec, console
-        self._node, self._member, self._copied = running.node, running.member, running.copied
+        self._running, self._job, self._spec = running, running.job, running.spec
+        self._console = console
         spec = running.spec
         template = spec.log.line_prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
         self._prefix = partial(prefix_of, spec, template, console.colour)
@@ -107,7 +107,7 @@ class Display:
         """Show a message of the master."""
         match message:
             case WorkerOutput(node=node):
-                if self._node in ("", node):
+                if self._running.node in ("", node):
                     self._follow(message)
             case RoleChanged():
                 self.roles[message.role] = message
@@ -136,7 +136,7 @@ class Display:
         elif ended.phase == "stopped":
             self._console.note(f"job {self._spec.run_id} stopped ({ended.report}), exit code {ended.code}")
         else:
-            if not self._member:
+            if self._running.owned:
                 above = self._latest.decode(errors="replace").splitlines()[-SCREEN:]
                 self._console.error(without_repetition(ended.report, above))
             self._console.error(f"job {self._spec.run_id} {ended.phase}, exit code {ended.code}")
@@ -156,7 +156,7 @@ class Display:
             self._release(predecessor)
         for stream, name in ((1, "stdout"), (2, "stderr")):
             if shown(self._spec.log, output.local_rank, stream):
-                if self._copied:
+                if self._running.copied:
                     make_private(logs)
                     (logs / f"{name}.log").touch(mode=0o600)
                 self._follower.follow(
@@ -307,15 +307,14 @@ class JobFollower:
     """Follows one job through all its masters."""
 
     def __init__(self, running: RunningJob, console: Console) -> None:
-        self._job, self._spec, self._processes = running.job, running.spec, running.processes
-        self._member, self._node, self._console = running.member, running.node, console
+        self._running, self._job, self._spec = running, running.job, running.spec
+        self._console = console
         self._display = Display(running, console)
         self._masters = Masters(self._job)
         self._master: Stream | None = None
         self._requests = StopRequests()
         self._to_pass_on: list[PassOn] = []
         self._forcing: asyncio.Task[None] | None = None
-        self._elsewhere = running.copied
         self._led, self._epoch = False, 0
         self._heard = 0.0
         self._silent: Stream | None = None
@@ -344,7 +343,7 @@ class JobFollower:
             return await self._lost()
         self._over = asyncio.Event()
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
-        await asyncio.to_thread(self._processes.end)
+        await asyncio.to_thread(self._running.end)
         await self._show_rest(ended, self._over)
         return ended.code or self._code_of_output()
 
@@ -360,7 +359,7 @@ class JobFollower:
                     self._trouble = str(error)
                     busy = _busy(error)
             self._bear_without_master()
-            if self._processes.given_up(self._led, busy):
+            if self._running.given_up(self._led, busy):
                 # The first master may have led, and ended with the job, before this process has reached it.
                 led = self._led or self._job.first_context() is None
                 known = led and not self._requests.urgent
@@ -386,8 +385,8 @@ class JobFollower:
             self._console.note(f"the job's master has died; another leads{term}")
         self._led, self._epoch = True, leader.epoch
         self._heard = time.monotonic()
-        self._processes.master = leader.pid
-        master.send(Attach(owner=not self._member))
+        self._running.led_by(leader.pid)
+        master.send(Attach(owner=self._running.owned))
         if master.remote:
             master.send(Heartbeat())
         if self._silent is not None:
@@ -437,7 +436,7 @@ class JobFollower:
                 text = f"the job's master has been silent for {SILENCE_TIMEOUT:g} s"
                 self._console.note(text)
                 raise _Silent(text)
-            if self._requests.urgent and self._processes.given_up(self._led):
+            if self._requests.urgent and self._running.given_up(self._led):
                 raise WireError("the master does not end a job that has no agent any more")
 
     def _bear_without_master(self) -> None:
@@ -445,7 +444,7 @@ class JobFollower:
         if time.monotonic() < self._alone_since + NO_MASTER_NOTICE_DELAY:
             return
         self._alone_since = time.monotonic()
-        self._processes.wake_agents()
+        self._running.wake_agents()
         words = last_line_of_masters(self._job)
         if words and words != self._told:
             self._told = words
@@ -454,7 +453,7 @@ class JobFollower:
     async def _force(self) -> None:
         """End the job on this host without its master."""
         await asyncio.sleep(FORCED_KILL_DELAY)
-        self._processes.kill_agents()
+        self._running.kill_agents()
 
     def _state_in_store(self) -> JobState | None:
         """Read the job from the store, where a master has written its end before it died."""
@@ -479,14 +478,14 @@ class JobFollower:
                 self._over.set()
                 return
             self._stop(Stop(int(signum), f"got {signum.name}"))
-            self._processes.wake_agents()
+            self._running.wake_agents()
             if self._requests.urgent and self._forcing is None:
                 self._forcing = loop.create_task(self._force())
             self._console.note(self._requests.answer(signum.name, self._spec.shutdown_timeout))
 
         # Reap agents that end before the job does.
-        loop.add_signal_handler(signal.SIGCHLD, self._processes.reap)
-        self._processes.reap()
+        loop.add_signal_handler(signal.SIGCHLD, self._running.reap)
+        self._running.reap()
         for name in self._spec.signals:
             signum = signal.Signals[name]
             # Signals ignored by nohup or a shell's & stay ignored.
@@ -502,7 +501,7 @@ class JobFollower:
     def _pass_on(self, signum: signal.Signals) -> None:
         """Pass on a signal that does not stop the job. In a job with a command on each host, each command
         passes it on to its own host, as a batch system signals all commands."""
-        message = PassOn(int(signum), self._node)
+        message = PassOn(int(signum), self._running.node)
         if self._master is not None:
             self._master.send(message)
         else:
@@ -530,10 +529,10 @@ class JobFollower:
 
     async def _lost(self) -> int:
         """There will be no more master: end the remaining processes and report what is known."""
-        refused = self._processes.refusal(self._led)
+        refused = self._running.refusal(self._led)
         farewell = 0.0 if self._requests.urgent else JOB_EXIT_TIMEOUT
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
-        code = await asyncio.to_thread(self._processes.end, self._led, farewell)
+        code = await asyncio.to_thread(self._running.end, self._led, farewell)
         self._display.finish(JOB_EXIT_TIMEOUT)
         words = output_of_first_master(self._job) if refused is None else end_unled(self._job, refused)
         if refused is not None and words:
@@ -550,11 +549,11 @@ class JobFollower:
                 self._console.error(
                     f"its state was on node {self._job.head.node} alone; with --store etcd://… the job would go on"
                 )
-            elif self._elsewhere:
+            elif self._running.copied:
                 self._console.error(
                     "too many of its nodes do not answer, or the store does not: nobody can lead it"
                 )
-            if self._elsewhere or self._job.head is not None:
+            if self._running.copied or self._job.head is not None:
                 code = EXIT_RENDEZVOUS
         self._console.close(JOB_EXIT_TIMEOUT)
         return code or EXIT_FAILURE
@@ -581,7 +580,7 @@ class JobFollower:
 
 
 def _busy(error: UnirunError) -> bool | None:
-    """Return True if a master that could not be reached may be busy, as for `JobProcesses.given_up`."""
+    """Return True if a master that could not be reached may be busy, as for `RunningJob.given_up`."""
     if isinstance(error, Vacant):
         return False
     # Its kernel has taken the connection, but its place there may be taken by strangers.

@@ -245,10 +245,8 @@ def start(
     job: JobDir, lock: int, task: AgentTask, agent: AgentProcess, tcp: socket.socket | None
 ) -> RunningJob:
     """Let the agent begin, and on the head the first master, which listens at `tcp`."""
-    leads = bool(task.planned)
-    master = first_master(job, tcp, etcd=bool(task.etcd)) if leads else None
-    processes = begin(job, {task.node: agent}, lock, master)
-    return RunningJob(job, task.spec, processes, task.node, member=not leads)
+    master = first_master(job, tcp, etcd=bool(task.etcd)) if task.planned else None
+    return RunningJob(job, task.spec, *begin(job, {task.node: agent}, lock, master), task.node)
 
 
 def certified(task: AgentTask, addr: str) -> tuple[str, ...]:
@@ -347,7 +345,7 @@ def _invited(invite: Invite, stream: BlockingStream) -> JobDir:
     running = take_part(invite, stream, timeout=HEAD_TIMEOUT)
     if invite.head is not None:
         stream.send(Ready(running.node))
-    if invite.leads and invite.detach and not running.processes.taken_up(running.job):
+    if invite.leads and invite.detach and not running.taken_up():
         raise RendezvousError(output_of_first_master(running.job) or "the job's processes are gone")
     return running.job
 

@@ -244,24 +244,28 @@ async def _follow(job: JobDir, spec: JobSpec, remotes: Mapping[str, RemoteNode],
     from unirun.launcher.foreground.session import JobFollower
 
     console = Console(quiet=quiet)
-    processes = RemoteProcesses(job, remotes)
-    copy = Mirror(job, remotes, console.note, processes.came, processes.complete, processes.silent)
+    running = RemoteJob(job, spec, remotes)
+    copy = Mirror(job, remotes, console.note, running.came, running.complete, running.silent)
     copying = asyncio.create_task(copy.run())
     try:
-        return await JobFollower(RunningJob(job, spec, processes, copied=True), console).run()
+        return await JobFollower(running, console).run()
     finally:
         copying.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await copying
 
 
-class RemoteProcesses:
-    """The processes of a job on other hosts, as far as the command can know of them (`local.Processes`)."""
+class RemoteJob(RunningJob):
+    """A job on other hosts, which tell of their agents. This process reaches none of them: when it is gone, their
+    master ends them."""
+
+    copied = True
 
     def __init__(
-        self, job: JobDir, nodes: Iterable[str], clock: Callable[[], float] = time.monotonic
+        self, job: JobDir, spec: JobSpec, nodes: Iterable[str], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._job, self._clock = job, clock
+        super().__init__(job, spec, None, ())
+        self.owned, self._clock = True, clock
         # The nodes whose agents live, as far as is known, or whose files are not here yet.
         self._nodes = set(nodes)
         self._silent: set[str] = set()
@@ -271,17 +275,10 @@ class RemoteProcesses:
         self._alone_since: float | None = None
         # The last time at which the kernel of a master's host accepted a connection.
         self._taken = 0.0
-        self._master = 0
 
-    @property
-    def master(self) -> int:
-        """The pid of the present master, on its host."""
-        return self._master
-
-    @master.setter
-    def master(self, pid: int) -> None:
-        """Set when a master was reached."""
-        self._master, self._alone_since, self._ended_alone = pid, None, False
+    def led_by(self, master: int) -> None:
+        """A master was reached."""
+        self._alone_since, self._ended_alone = None, False
 
     def came(self, node: str) -> None:
         """Files of `node` are copied."""
@@ -301,12 +298,8 @@ class RemoteProcesses:
             (self._silent.add if lost else self._silent.discard)(node)
             self._changed.notify_all()
 
-    def refusal(self, led: bool) -> int | None:
-        """A master that refuses to lead is told by its host."""
-        return None
-
     def given_up(self, led: bool, busy: bool | None = None) -> bool:
-        """Return True to stop looking for a master; `busy` as for `JobProcesses`.
+        """Return True to stop looking for a master; `busy` as for any job.
 
         Stop also when only hosts answer whose agents have ended without a master: then too many are lost.
         """
@@ -317,27 +310,15 @@ class RemoteProcesses:
         if busy is not None:
             # A head without a master may break off connections, too.
             self._taken = now if busy else 0.0
-        limit = NO_MASTER_TIMEOUT if self._job.head is not None else NO_MASTER_STORE_TIMEOUT
+        limit = NO_MASTER_TIMEOUT if self.job.head is not None else NO_MASTER_STORE_TIMEOUT
         return (
             not self._nodes
             or now > max(self._alone_since, self._taken) + limit
             or now > self._alone_since + NO_MASTER_BUSY_TIMEOUT
         )
 
-    def taken_up(self, job: JobDir) -> bool:
-        """The head has seen to that."""
-        return True
-
     def reap(self) -> None:
-        """There are no children."""
-
-    def wake_agents(self) -> None:
-        """Do nothing: a stopped agent of another host is given up."""
-
-    def stop_agents(self) -> None:
-        """They are out of reach: when this command is gone, their master ends them."""
-
-    kill_agents = stop_agents
+        """Do nothing: the only children are those of ssh, whose ends asyncio waits for."""
 
     def end(self, led: bool = True, farewell: float | None = None) -> int | None:
         """Wait for the rest of the nodes' files; those that are lost are not waited for."""
@@ -351,6 +332,6 @@ class RemoteProcesses:
     def _lost(self) -> set[str]:
         """The nodes that have been given up, by the copy of the job's status."""
         try:
-            return set(read_status(self._job).lost)
+            return set(read_status(self.job).lost)
         except JobError:
             return set()

@@ -19,8 +19,7 @@ from unirun.failover.silence import SILENCE_TIMEOUT
 from unirun.launcher.foreground import session
 from unirun.launcher.foreground.console import Console
 from unirun.launcher.foreground.session import NO_MASTER_NOTICE_DELAY, JobFollower
-from unirun.launcher.hosts.ssh import RemoteProcesses
-from unirun.launcher.local import RunningJob
+from unirun.launcher.hosts.ssh import RemoteJob
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import create_job
 from unirun.rendezvous.election import Leader, Seat
@@ -115,11 +114,12 @@ class FakeMasters(Masters):
         """Nothing is watched."""
 
 
-class Processes(RemoteProcesses):
-    """Those of the job. `woken` is the time at which agents were let go on last."""
+class Job(RemoteJob):
+    """The job. `woken` is the time at which agents were let go on last."""
 
     def __init__(self, job: JobDir, loop: InstantLoop) -> None:
-        super().__init__(job, ["h1"], lambda: 0.0)
+        spec = JobSpec("job", "run-1", (RoleSpec("actor", 1, Entry("script", "a.py")),), ("actor",))
+        super().__init__(job, spec, ["h1"], lambda: 0.0)
         self._loop, self.woken = loop, 0.0
 
     def wake_agents(self) -> None:
@@ -133,10 +133,8 @@ class Following:
         self.rng, self.loop = rng, loop
         job, lock = create_job("run-1", new_token())
         os.close(lock)
-        spec = JobSpec("job", "run-1", (RoleSpec("actor", 1, Entry("script", "a.py")),), ("actor",))
-        self.processes = Processes(job, loop)
-        running = RunningJob(job, spec, self.processes, copied=True)
-        self.command, self.alone_since = JobFollower(running, Console(quiet=True)), loop.time()
+        self.job = Job(job, loop)
+        self.command, self.alone_since = JobFollower(self.job, Console(quiet=True)), loop.time()
         self.command._masters = self.masters = FakeMasters(loop)
         self.passed_on = 0
         self.following = loop.create_task(self.command._follow_to_end())
@@ -210,7 +208,7 @@ class Following:
         agents that are stopped are let go on, again and again."""
         if self.command._master is not None:
             self.alone_since = self.loop.time()
-        alone = self.loop.time() - max(self.alone_since, self.processes.woken)
+        alone = self.loop.time() - max(self.alone_since, self.job.woken)
         assert alone <= NO_MASTER_NOTICE_DELAY + CHECK
         assert len([each for each in self.masters.streams if not each.closed]) <= 2
         for each in self.masters.streams:

@@ -17,7 +17,7 @@ from tests.waiting import WAIT_TIMEOUT
 from unirun.launcher.foreground import session as session_module
 from unirun.launcher.foreground.console import Console
 from unirun.launcher.foreground.session import JobFollower, StopRequests
-from unirun.launcher.local import Processes, RunningJob
+from unirun.launcher.local import RunningJob
 from unirun.rendezvous import election
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.wire.blocking import BlockingStream
@@ -101,7 +101,7 @@ def session(fake_job: FakeJob, *, quiet: bool = True) -> JobFollower:
     """The command in the foreground; its processes are not children of this process."""
     roles = tuple(RoleSpec(name, 1, Entry("script", "a.py")) for name in ("actor", "rollout"))
     spec = JobSpec("job", fake_job.job_dir.run_id, roles, ("actor",), signals=("SIGINT",))
-    running = RunningJob(fake_job.job_dir, spec, Processes(os.getppid(), [os.getppid()]))
+    running = RunningJob(fake_job.job_dir, spec, os.getppid(), [os.getppid()])
     return JobFollower(running, Console(quiet=quiet))
 
 

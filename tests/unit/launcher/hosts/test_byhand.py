@@ -158,11 +158,11 @@ def test_a_command_waits_long_for_a_master_whose_host_takes_connections(
     monkeypatch.setattr(ssh, "NO_MASTER_TIMEOUT", 0.0)
     job, lock = create_job("run-1", new_token(), head=TcpAddress("127.0.0.1", 1, "n0"))
     os.close(lock)
-    processes = ssh.RemoteProcesses(job, ["n0"])
-    assert not processes.given_up(True, busy=True)
-    assert processes.given_up(True)
+    running = ssh.RemoteJob(job, SPEC, ["n0"])
+    assert not running.given_up(True, busy=True)
+    assert running.given_up(True)
     monkeypatch.setattr(ssh, "NO_MASTER_BUSY_TIMEOUT", -1.0)
-    assert processes.given_up(True, busy=True)
+    assert running.given_up(True, busy=True)
 
 
 @pytest.mark.starts_processes

@@ -33,13 +33,16 @@ from unirun.launcher.hosts.ssh import (
     NO_MASTER_BUSY_TIMEOUT,
     NO_MASTER_STORE_TIMEOUT,
     NO_MASTER_TIMEOUT,
-    RemoteProcesses,
+    RemoteJob,
 )
 from unirun.observe.jobdir import HEAD, HOSTS, JobDir
+from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.wire.messages import Chunk, Resume
 from unirun.wire.reports import Message
 
 FILES = ("stdout", "stderr", "agent", "events")
+SPEC = JobSpec("job", "run-1", (RoleSpec("actor", 1, Entry("script", "a.py")),), ("actor",))
+
 LOOK = 1.0
 """Seconds between two looks of a host at its files."""
 
@@ -348,7 +351,7 @@ class GivingUp:
         if head:
             job.write_json(HEAD, {"type": "tcp", "addr": "10.0.0.1", "port": 1, "node": "h1"})
         self.limit = NO_MASTER_TIMEOUT if head else NO_MASTER_STORE_TIMEOUT
-        self.processes = RemoteProcesses(job, NAMES, lambda: self.now)
+        self.job = RemoteJob(job, SPEC, NAMES, lambda: self.now)
         self.nodes, self.silent = {*NAMES}, set[str]()
         self.heard: list[tuple[float, str]] = []
 
@@ -360,28 +363,28 @@ class GivingUp:
             self.rng.choice(actions)()
 
     def find_a_master(self) -> None:
-        self.processes.master = 7
+        self.job.led_by(7)
         self.heard.clear()
 
     def hear(self) -> None:
         name, silent = self.rng.choice(NAMES), self.rng.random() < 0.5
-        self.processes.silent(name, silent)
+        self.job.silent(name, silent)
         (self.silent.add if silent else self.silent.discard)(name)
 
     def end(self) -> None:
         """An agent ends, and sometimes another node joins."""
         name = self.rng.choice(NAMES)
         if self.rng.random() < 0.5:
-            self.processes.came(name)
+            self.job.came(name)
             self.nodes.add(name)
         elif len(self.nodes) > 1:
-            self.processes.complete(name)
+            self.job.complete(name)
             self.nodes.discard(name)
             self.heard.append((self.now, "end"))
 
     def look(self) -> None:
         word = self.rng.choice(("none", "busy", "vacant"))
-        given_up = self.processes.given_up(True, {"none": None, "busy": True, "vacant": False}[word])
+        given_up = self.job.given_up(True, {"none": None, "busy": True, "vacant": False}[word])
         self.heard.append((self.now, word))
         looks = [(when, what) for when, what in self.heard if what != "end"]
         alone = looks[0][0]
