@@ -20,7 +20,8 @@ GONE = 60.0
 STUBBORN = """
     # Does not end when it is told to, nor does its child.
     import os, signal, subprocess, sys, time
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     child = subprocess.Popen(["sleep", "600"], start_new_session=True)
     print("up", os.environ["RANK"], flush=True)
     time.sleep(600)
