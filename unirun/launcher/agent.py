@@ -291,6 +291,7 @@ class Agent:
         self._kills = (kills_so_far(),) * 2
         self._filters = LineFilters(job, task.spec.log)
         self._addr = task.addr
+        self._followed = False
         self._mask = mask_of(task.spec, for_workers(os.environ))
         self._addresses: dict[str, Any] = {}
         self._ports = PortBook(task.addr, *task.spec.port_range)
@@ -329,6 +330,7 @@ class Agent:
         server = StreamServer(listener, load_credentials(self._job.path), self._serve_worker, self._refused)
         owner = None
         if owner_pid is not None:
+            self._followed = True
             lost = events.Abandon("the unirun command is gone")
             owner = ProcessWatch(owner_pid, lambda: self._apply(lost))
         timers = (
@@ -483,7 +485,7 @@ class Agent:
             about = (self._state.node, os.getpid(), socket.gethostname(), endpoints)
             self._progress.led()
             self._debugging.led()
-            stream.send(Join(*about, workers, stores, self._state.ending, self._addr))
+            stream.send(Join(*about, workers, stores, self._state.ending, self._addr, self._followed))
             for ask in self._state.asks.values():
                 stream.send(ask)
             for frame in self._unsent.take():

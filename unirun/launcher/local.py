@@ -22,6 +22,7 @@ from msgspec import to_builtins
 from unirun.errors import JobError, RendezvousError, StoreError, UnirunError
 from unirun.launcher.agent import Agent, EarlySpawners
 from unirun.launcher.process import (
+    children,
     collect_orphans,
     die_with_parent,
     ignore_signals,
@@ -397,8 +398,11 @@ class RunningJob:
             self.stop_agents()
         for pids in (self._agents, (self._first, self._master)):
             deadline = time.monotonic() + farewell
-            late = [pid for pid in filter(None, pids) if self._wait(pid, deadline - time.monotonic()) is None]
-            if late and farewell:
+            waits = (
+                pid for pid in filter(None, pids) if self._wait(pid, deadline - time.monotonic()) is None
+            )
+            # A master may be on another host.
+            if {*waits} & {*children()} and farewell:
                 gave_up(f"the end of {'an agent' if pids is self._agents else 'a master'}", farewell)
         kill_children()
         return code

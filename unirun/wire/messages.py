@@ -399,9 +399,11 @@ class Welcome(Message):
 
 
 class Attach(Message):
-    """A command subscribes to the job's progress. With `owner`, the job ends when this stream ends."""
+    """A command subscribes to the job's progress. With `owner`, the job ends when this stream ends. `node` is its
+    own, if there is a command on each."""
 
     owner: bool = False
+    node: str = ""
 
 
 class Visit(Message):

@@ -464,7 +464,8 @@ class Join(Message):
 
     `workers` are those that it already has, for a master that has taken over; `stores` has for each role the last
     rendezvous store that it was ordered to serve: the order, that it listens, or its end.
-    `ending` is the decided end of the job, if an earlier master sent one (see `Shutdown`).
+    `ending` is the decided end of the job, if an earlier master sent one (see `Shutdown`). `followed`: a command on its
+    host follows the job, and ends with this agent.
     """
 
     node: str
@@ -475,6 +476,7 @@ class Join(Message):
     stores: tuple[OpenStore | StoreOpened | StoreEnded, ...] = ()
     ending: Ending | None = None
     addr: str = ""
+    followed: bool = False
 
 
 class Notice(Message):

@@ -158,6 +158,19 @@ def test_ending_the_processes_leaves_none_behind() -> None:
 
 
 @pytest.mark.starts_processes
+@pytest.mark.parametrize(("master", "said"), [("os.getppid()", False), ('child("exec sleep 100")', True)])
+def test_the_end_of_a_master_is_given_up_only_where_it_is_awaited(master: str, said: bool) -> None:
+    run(f"""
+        told = []
+        local.gave_up = lambda *about: told.append(about)
+        found = running(None, (ended(child("exit 0")),))
+        found.led_by({master})
+        found.end(farewell=0.1)
+        assert told == {[("the end of a master", 0.1)] if said else []}, told
+    """)
+
+
+@pytest.mark.starts_processes
 def test_ending_the_processes_waits_for_a_later_master() -> None:
     run("""
         adopt_orphans()

@@ -386,7 +386,7 @@ class JobFollower:
         self._led, self._epoch = True, leader.epoch
         self._heard = time.monotonic()
         self._running.led_by(leader.pid)
-        master.send(Attach(owner=self._running.owned))
+        master.send(Attach(self._running.owned, self._running.node))
         if master.remote:
             master.send(Heartbeat())
         if self._silent is not None:

@@ -308,6 +308,8 @@ class Master:
         self._owner: Stream | None = None
         self._owner_comes = state.owned
         """The owner has not attached yet."""
+        self._attached: set[str] = set()
+        """The nodes whose commands have attached."""
         self._owner_due: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._waking: asyncio.Task[None] | None = None
@@ -557,7 +559,8 @@ class Master:
             match first:
                 case Join():
                     await self._follow_agent(first, stream)
-                case Attach(owner):
+                case Attach(owner, node):
+                    self._attached.add(node)
                     if owner:
                         self._owner, self._owner_comes = stream, False
                         if self._owner_due is not None:
@@ -679,10 +682,12 @@ class Master:
     async def _say_goodbye(self) -> None:
         """Tell everybody; leave when all streams are closed from the other side, or after `STREAM_CLOSE_TIMEOUT`.
 
-        A master that has found the job ended waits for those who do not know it yet, and each master for the owner: a
-        short job may end before its command has attached.
+        A master that has found the job ended waits for those who do not know it yet, and each master for the owner, and
+        for the commands of other nodes: a short job may end before its command has attached.
         """
         await self._status_file.write()
+        remote = {node for node, stream in self._agents.items() if stream.remote}
+        followed = {node for node, join in self._state.agents.items() if node in remote and join.followed}
         for agent in self._agents.values():
             agent.send(Shutdown())
         if (end := farewell(self._state)) is not None:
@@ -690,7 +695,7 @@ class Master:
             self._visitors.tell(end)
         deadline = time.monotonic() + STREAM_CLOSE_TIMEOUT
         while (left := deadline - time.monotonic()) > 0 and (
-            self._tasks or self._unaware or self._owner_comes
+            self._tasks or self._unaware or self._owner_comes or followed - self._attached
         ):
             if self._tasks:
                 await asyncio.wait(set(self._tasks), timeout=left)

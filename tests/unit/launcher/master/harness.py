@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from tests.unit.failover.context.faulty_store import FaultyStore
 from tests.unit.failover.job import Job
 from tests.waiting import WAIT_TIMEOUT
@@ -75,6 +77,7 @@ class MasterHarness:
             state, term, contexts = self._parts
             listeners = [listen(self.path), *self.listeners]
             master = Master(self.job, state, term, contexts, listeners, self.core, self.record_crash)
+            self.master = master
             async with asyncio.timeout(WAIT_TIMEOUT), asyncio.TaskGroup() as group:
                 group.create_task(self._lead(master))
                 await others()
@@ -99,9 +102,9 @@ class MasterHarness:
         stream.send(first)
         return stream
 
-    async def agent(self, elsewhere: Credentials | None = None) -> Stream:
+    async def agent(self, elsewhere: Credentials | None = None, *, followed: bool = False) -> Stream:
         """The agent of the job, whose workers run."""
-        stream = await self.greet(self.model.join("n0"), elsewhere)
+        stream = await self.greet(replace(self.model.join("n0"), followed=followed), elsewhere)
         await receive_until(stream, StartRole)
         for rank in (0, 1):
             stream.send(WorkerStarted(WorkerId("actor", rank, 0), 100 + rank))

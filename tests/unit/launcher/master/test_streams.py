@@ -308,6 +308,19 @@ class TestAnotherHost:
         assert harness.run(others) == []
         assert harness.events("refused") == ["an agent on node n1 says that it is n0"]
 
+    def test_a_command_of_another_node_that_comes_after_the_end_is_told_of_it(self, tmp_path: Path) -> None:
+        harness = MasterHarness(tmp_path, tcp=True)
+        ours = self.agent_on(harness, tmp_path / "n0", "n0")
+
+        async def others() -> None:
+            await end_well(await harness.agent(ours, followed=True))
+            await eventually_async(lambda: not harness.master._tasks, "it waits for the command alone")
+            watcher = await harness.greet(Attach(node="n0"), ours)
+            assert (await receive_until(watcher, Ended))[-1] == Ended(0, "succeeded", "actor succeeded", "")
+            await watcher.close()
+
+        assert harness.run(others) == []
+
     def test_a_command_comes_from_any_node(self, tmp_path: Path) -> None:
         harness = MasterHarness(tmp_path, tcp=True)
         ours = self.agent_on(harness, tmp_path / "n1", "n1")
