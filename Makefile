@@ -65,7 +65,7 @@ properties: $(VENV)/.dev
 PAIRS ?= 50
 ONLY ?= tests/chaos tests/contract tests/integration
 chaos: $(VENV)/.dev $(VENV)/.system
-	UNIRUN_CHAOS=1 UNIRUN_CHAOS_PAIRS=$(PAIRS) $(BIN)/python -m pytest -q $(ONLY)
+	UNIRUN_CHAOS=1 UNIRUN_CHAOS_PAIRS=$(PAIRS) $(BIN)/python -m pytest -q -p tests.forked --processes 2 $(ONLY)
 
 # Weights in vLLM itself, on CPUs, in a separate environment below $(VENV) (3.4 GB, made once, in three minutes). The tests
 # take nine minutes and 6 GB of memory. MODULE=test_vllm runs a part.
