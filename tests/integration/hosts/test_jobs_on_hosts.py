@@ -6,8 +6,6 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from tests.testbed.hosts import Hosts
 from tests.testbed.slurm import Slurm
 
@@ -73,7 +71,6 @@ def test_a_host_that_cannot_take_part_is_named_with_the_remedy_and_so_are_all_ot
         )
 
 
-@pytest.mark.cold  # or the job may be over before each command knows it
 def test_commands_on_each_host_show_the_output_of_their_own_ranks(hosts: Hosts, script: Script) -> None:
     train = visible(hosts, script(WHERE))
     for host in hosts:
