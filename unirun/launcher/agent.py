@@ -27,7 +27,7 @@ from unirun.launcher.environment import FRESH, SpawnerKey, for_workers, mask_of
 from unirun.launcher.events import AgentState, end_of, holdings, masked
 from unirun.launcher.hangs import ProgressWatch
 from unirun.launcher.logs import LogFollower
-from unirun.launcher.monitoring import DeviceUsage, NodeHealth, sample_of, unanswered
+from unirun.launcher.monitoring import Devices, NodeHealth, sample_of, unanswered
 from unirun.launcher.notes import kill_note, kills_so_far, remove_draft, tail
 from unirun.launcher.orders import Orders, PortBook
 from unirun.launcher.probes import Probing
@@ -299,8 +299,8 @@ class Agent:
         self._forked: ForkedSpawner | None = None
         # Ranks of one host need no network.
         self._several = task.head is not None
-        self._health = NodeHealth(task.node, job.path)
-        self._devices = DeviceUsage()
+        self._devices = Devices()
+        self._health = NodeHealth(task.node, job.path, self._devices)
         self._progress = ProgressWatch(job, task.spec, lambda: self._state, self._tell, self._apply)
         self._profiling = Profiling(lambda: self._state, self._tell)
         self._debugging = Debugging(job.run_id, lambda: self._state, self._tell, self._apply)
@@ -354,7 +354,6 @@ class Agent:
             self._contact.close()
             self._probing.close()
             self._progress.close()
-            self._health.close()
             self._devices.close()
             await self._end_spawners()
             self._ports.close()
@@ -710,7 +709,7 @@ class Agent:
         while True:
             await asyncio.sleep(self._spec.sample_interval)
             self._kills = (self._kills[1], kills_so_far())
-            gpus = await asyncio.to_thread(self._devices.look)
+            gpus = await asyncio.to_thread(self._devices.usage)
             sample = sample_of(self._state, self._progress.step_of, gpus)
             if sample.memory:
                 self._tell(sample)

@@ -29,23 +29,16 @@ bus, many single-bit errors, uncontained ECC, the GSP, ECC that cannot be recove
 
 
 class NodeHealth:
-    """Looks at a node. `folder` is on the disk that its workers write to; `nvml` has the functions of `pynvml`, the
-    module that is used without it. The driver is asked from the first look on."""
+    """Looks at a node. `folder` is on the disk that its workers write to."""
 
-    def __init__(self, node: str, folder: Path, nvml: Any = None) -> None:
-        self._node, self._folder, self._nvml = node, folder, nvml
+    def __init__(self, node: str, folder: Path, devices: Devices) -> None:
+        self._node, self._folder, self._devices = node, folder, devices
         self._told: set[str] = set()
-        self._devices: _Devices | None = None
-        self._looked = False
 
     def look(self) -> list[Sick]:
         """The signs that were not told yet. It may take seconds, as a driver does for a device that is gone."""
-        if not self._looked and (self._nvml is not None or has_nvml()):
-            self._devices = _Devices(self._nvml or import_module("pynvml"))
-        self._looked = True
         signs = [Sick(self._node, "disk", sign) for sign in self._disk()]
-        if self._devices is not None:
-            signs += [Sick(self._node, "device", sign) for sign in self._devices.look()]
+        signs += [Sick(self._node, "device", sign) for sign in self._devices.signs()]
         new = [each for each in signs if each.sign not in self._told]
         self._told.update(each.sign for each in new)
         return new
@@ -56,68 +49,88 @@ class NodeHealth:
             if found.f_bavail * found.f_frsize < LEAST_BYTES:
                 yield f"the disk of {self._folder} is full"
 
-    def close(self) -> None:
-        """Leave the driver."""
-        if self._devices is not None:
-            self._devices.close()
 
+class Devices:
+    """The NVIDIA devices of this host. A driver may not support all that is asked.
 
-def _handles(nvml: Any) -> dict[int, Any]:
-    """The devices of this host by their numbers, without those that do not answer. The driver is open from then on."""
-    found: dict[int, Any] = {}
-    with suppress(nvml.NVMLError):
-        nvml.nvmlInit()
-        for number in range(nvml.nvmlDeviceGetCount()):
-            with suppress(nvml.NVMLError):
-                found[number] = nvml.nvmlDeviceGetHandleByIndex(number)
-    return found
+    `nvml` has the functions of `pynvml`, the module that is used without it. The driver is asked from the first look
+    on. A look may take seconds, as a driver does for a device that is gone.
+    """
 
-
-class _Devices:
-    """The NVIDIA devices of this host. A driver may not support all that is asked."""
-
-    def __init__(self, nvml: Any) -> None:
+    def __init__(self, nvml: Any = None) -> None:
         self._nvml = nvml
-        self._handles = _handles(nvml)
+        self._handles: dict[int, Any] | None = None
         self._errors: dict[int, int] = {}
         self._events: Any = None
+
+    def _opened(self) -> dict[int, Any]:
+        """The devices by their numbers, without those that do not answer. The driver is open from then on."""
+        if self._handles is None:
+            self._handles = {}
+            if self._nvml is None and has_nvml():
+                self._nvml = import_module("pynvml")
+            if self._nvml is not None:
+                self._open(self._nvml, self._handles)
+        return self._handles
+
+    def _open(self, nvml: Any, found: dict[int, Any]) -> None:
+        with suppress(nvml.NVMLError):
+            nvml.nvmlInit()
+            for number in range(nvml.nvmlDeviceGetCount()):
+                with suppress(nvml.NVMLError):
+                    found[number] = nvml.nvmlDeviceGetHandleByIndex(number)
         with suppress(nvml.NVMLError):
             self._events = nvml.nvmlEventSetCreate()
-        for number, handle in self._handles.items():
+        for number, handle in found.items():
             with suppress(nvml.NVMLError):
-                self._errors[number] = self._uncorrected(number)
+                self._errors[number] = self._uncorrected(handle)
             if self._events is not None:
                 with suppress(nvml.NVMLError):
                     nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._events)
 
     def close(self) -> None:
-        with suppress(self._nvml.NVMLError):
-            self._nvml.nvmlShutdown()
+        """Leave the driver."""
+        if self._handles is not None and self._nvml is not None:
+            with suppress(self._nvml.NVMLError):
+                self._nvml.nvmlShutdown()
 
-    def look(self) -> Iterator[str]:
-        """Each sign, as long as it is there."""
-        yield from self._xids()
+    def usage(self) -> dict[int, tuple[float, int]]:
+        """For each process with memory on a device: how busy its devices are, in percent, and that memory in bytes."""
+        found: dict[int, tuple[float, int]] = {}
+        for handle in self._opened().values():
+            with suppress(self._nvml.NVMLError):
+                busy = float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+                for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                    before = found.get(process.pid, (0.0, 0))
+                    # In a container the driver may not tell the memory.
+                    found[process.pid] = max(before[0], busy), before[1] + (process.usedGpuMemory or 0)
+        return found
+
+    def signs(self) -> Iterator[str]:
+        """Each sign that a device is sick, as long as it is there."""
+        handles = self._opened()
+        yield from self._xids(handles)
         for number, before in self._errors.items():
             try:
-                if (errors := self._uncorrected(number)) > before:
+                if (errors := self._uncorrected(handles[number])) > before:
                     self._errors[number] = errors
                     yield f"GPU {number} has had {errors - before} uncorrectable ECC errors"
             except self._nvml.NVMLError as error:
                 if getattr(error, "value", None) == self._nvml.NVML_ERROR_GPU_IS_LOST:
                     yield f"GPU {number} is lost"
 
-    def _uncorrected(self, number: int) -> int:
+    def _uncorrected(self, handle: Any) -> int:
         """Uncorrectable errors since the driver was loaded; 0 for a device that does not count them."""
         nvml = self._nvml
         try:
             kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-            return int(nvml.nvmlDeviceGetTotalEccErrors(self._handles[number], kind, since))
+            return int(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, since))
         except nvml.NVMLError as error:
             if getattr(error, "value", None) == nvml.NVML_ERROR_NOT_SUPPORTED:
                 return 0
             raise
 
-    def _xids(self) -> Iterator[str]:
+    def _xids(self, handles: Mapping[int, Any]) -> Iterator[str]:
         """The errors of the hardware that the driver has reported since the last look."""
         while self._events is not None:
             try:
@@ -126,7 +139,7 @@ class _Devices:
                 # There is none, or the driver has no events.
                 return
             if found.eventData in SICK_XIDS:
-                number = next((n for n, each in self._handles.items() if each == found.device), None)
+                number = next((n for n, each in handles.items() if each == found.device), None)
                 name = f"GPU {number}" if number is not None else "a GPU"
                 yield f"{name} has had the error XID {found.eventData}"
 
@@ -186,7 +199,7 @@ def sample_of(
     state: AgentState, step_of: Callable[[int], int], gpus: Mapping[int, tuple[float, int]]
 ) -> Sample:
     """The resources of each worker that has a process. `step_of` gives the step of a worker by its id, -1 for none;
-    `gpus` are as `DeviceUsage.look` returns them."""
+    `gpus` are as `Devices.usage` returns them."""
     import psutil
 
     memory: dict[str, int] = {}
@@ -206,37 +219,3 @@ def sample_of(
         if worker.pid in gpus:
             used[who] = gpus[worker.pid]
     return Sample(state.node, memory, cpu, steps, used)
-
-
-class DeviceUsage:
-    """The use of the NVIDIA devices of this host by process. `nvml` has the functions of `pynvml`, the module that is
-    used without it. The driver is asked from the first look on."""
-
-    def __init__(self, nvml: Any = None) -> None:
-        self._nvml = nvml
-        self._handles: dict[int, Any] | None = None
-
-    def look(self) -> dict[int, tuple[float, int]]:
-        """For each process with memory on a device: how busy its devices are, in percent, and that memory in bytes.
-
-        It may take seconds, as a driver does for a device that is gone.
-        """
-        if self._handles is None:
-            if self._nvml is None and has_nvml():
-                self._nvml = import_module("pynvml")
-            self._handles = _handles(self._nvml) if self._nvml is not None else {}
-        found: dict[int, tuple[float, int]] = {}
-        for handle in self._handles.values():
-            with suppress(self._nvml.NVMLError):
-                busy = float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-                for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle):
-                    before = found.get(process.pid, (0.0, 0))
-                    # In a container the driver may not tell the memory.
-                    found[process.pid] = max(before[0], busy), before[1] + (process.usedGpuMemory or 0)
-        return found
-
-    def close(self) -> None:
-        """Leave the driver."""
-        if self._handles:
-            with suppress(self._nvml.NVMLError):
-                self._nvml.nvmlShutdown()

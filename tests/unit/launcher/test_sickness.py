@@ -5,67 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from unirun.launcher.monitoring import NodeHealth
+from tests.unit.launcher.nvml import LOST, NOT_SUPPORTED, TIMEOUT, Nvml, NVMLError
+from unirun.launcher.monitoring import Devices, NodeHealth
 from unirun.wire.reports import Sick
-
-LOST, NOT_SUPPORTED, TIMEOUT = 15, 3, 10
-
-
-class NVMLError(Exception):
-    def __init__(self, value: int) -> None:
-        super().__init__(value)
-        self.value = value
-
-
-class Nvml:
-    """As much of `pynvml` as is used, over cards that are not there: each has its number of ECC errors, or the number
-    of the error with which it answers."""
-
-    NVMLError = NVMLError
-    NVML_ERROR_GPU_IS_LOST, NVML_ERROR_NOT_SUPPORTED = LOST, NOT_SUPPORTED
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
-    nvmlEventTypeXidCriticalError = 8
-
-    def __init__(self, *cards: int | Exception) -> None:
-        self.cards: list[int | Exception] = [*cards]
-        self.xids: list[tuple[int, int]] = []
-        self.open = 0
-
-    def nvmlInit(self) -> None:
-        self.open += 1
-
-    def nvmlShutdown(self) -> None:
-        self.open -= 1
-
-    def nvmlDeviceGetCount(self) -> int:
-        return len(self.cards)
-
-    def nvmlDeviceGetHandleByIndex(self, number: int) -> int:
-        return 100 + number
-
-    def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, since: int) -> int:
-        assert (kind, since) == (1, 0)
-        found = self.cards[handle - 100]
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    def nvmlEventSetCreate(self) -> Any:
-        return self.xids
-
-    def nvmlDeviceRegisterEvents(self, handle: int, kind: int, events: Any) -> None:
-        if handle == 101:
-            raise NVMLError(NOT_SUPPORTED)
-
-    def nvmlEventSetWait_v2(self, events: list[tuple[int, int]], limit: int) -> Any:
-        if not events:
-            raise NVMLError(TIMEOUT)
-        handle, xid = events.pop(0)
-        return SimpleNamespace(device=handle, eventData=xid)
 
 
 def signs(health: NodeHealth) -> list[str]:
@@ -76,7 +21,8 @@ def signs(health: NodeHealth) -> list[str]:
 
 def test_a_device_with_new_errors_or_that_is_lost_is_told_once(tmp_path: Path) -> None:
     nvml = Nvml(5, NVMLError(NOT_SUPPORTED), 0)
-    health = NodeHealth("n1", tmp_path, nvml)
+    devices = Devices(nvml)
+    health = NodeHealth("n1", tmp_path, devices)
     assert signs(health) == []
     nvml.cards[0] = 7
     nvml.cards[2] = NVMLError(LOST)
@@ -86,13 +32,13 @@ def test_a_device_with_new_errors_or_that_is_lost_is_told_once(tmp_path: Path) -
     # A question that fails for another reason is no sign.
     nvml.cards[2] = NVMLError(TIMEOUT)
     assert signs(health) == []
-    health.close()
+    devices.close()
     assert nvml.open == 0
 
 
 def test_an_error_of_the_hardware_is_told_and_one_of_a_program_is_not(tmp_path: Path) -> None:
     nvml = Nvml(0, 0)
-    health = NodeHealth("n1", tmp_path, nvml)
+    health = NodeHealth("n1", tmp_path, Devices(nvml))
     health.look()
     nvml.xids += [(100, 31), (100, 79), (555, 48)]
     assert signs(health) == [
@@ -108,7 +54,7 @@ def test_a_host_without_a_driver_has_no_sign_of_it(tmp_path: Path) -> None:
         raise NVMLError(9)
 
     nvml.nvmlInit = fails  # type: ignore[method-assign]
-    assert signs(NodeHealth("n1", tmp_path, nvml)) == []
+    assert signs(NodeHealth("n1", tmp_path, Devices(nvml))) == []
 
 
 @pytest.mark.parametrize(("free", "full"), [(255, True), (257, False)])
@@ -116,8 +62,10 @@ def test_a_disk_with_less_than_a_mebibyte_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, full: bool
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free, f_frsize=4096))
-    assert signs(NodeHealth("n1", tmp_path, Nvml())) == [f"disk: the disk of {tmp_path} is full"] * full
+    assert (
+        signs(NodeHealth("n1", tmp_path, Devices(Nvml()))) == [f"disk: the disk of {tmp_path} is full"] * full
+    )
 
 
 def test_a_directory_that_is_gone_is_no_sign(tmp_path: Path) -> None:
-    assert signs(NodeHealth("n1", tmp_path / "gone", Nvml())) == []
+    assert signs(NodeHealth("n1", tmp_path / "gone", Devices(Nvml()))) == []

@@ -3,43 +3,13 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
-from typing import Any
 
 from msgspec.structs import replace
 
 from tests.unit.launcher.agent import worker
+from tests.unit.launcher.nvml import Nvml
 from unirun.launcher.events import AgentState
-from unirun.launcher.monitoring import DeviceUsage, sample_of
-
-
-class FakeNvml:
-    """Two devices, of which one does not tell who uses it."""
-
-    class NVMLError(Exception):
-        """The driver's error."""
-
-    closed = False
-
-    def nvmlInit(self) -> None:
-        """Begin."""
-
-    def nvmlShutdown(self) -> None:
-        self.closed = True
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, number: int) -> int:
-        return number
-
-    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
-        if handle == 1:
-            raise self.NVMLError
-        return SimpleNamespace(gpu=40)
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:
-        return [SimpleNamespace(pid=7, usedGpuMemory=1 << 30), SimpleNamespace(pid=8, usedGpuMemory=None)]
+from unirun.launcher.monitoring import Devices, sample_of
 
 
 def test_a_worker_has_its_memory_processor_time_step_and_device() -> None:
@@ -57,8 +27,8 @@ def test_one_without_a_process_or_a_step_is_left_out() -> None:
 
 
 def test_devices_tell_the_processes_that_use_them_and_those_that_fail_tell_nothing() -> None:
-    nvml = FakeNvml()
-    usage = DeviceUsage(nvml)
-    assert usage.look() == {7: (40.0, 1 << 30), 8: (40.0, 0)}
-    usage.close()
-    assert nvml.closed
+    nvml = Nvml(0, 0)
+    devices = Devices(nvml)
+    assert devices.usage() == {7: (40.0, 1 << 30), 8: (40.0, 0)}
+    devices.close()
+    assert nvml.open == 0
