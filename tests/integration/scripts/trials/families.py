@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from layouts import loss, sample
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 
 from unirun.errors import SpecError
@@ -123,7 +123,7 @@ class Found:
     """The results of a model in one layout, as far as this rank knows them."""
 
     def __init__(self, place: Place, backend: TrainBackend, config: dict[str, Any], folder: Path) -> None:
-        weights = folder / "weights.pt"
+        weights = folder / "weights.safetensors"
         more = {"weights": str(weights)} if weights.exists() else {}
         stage = causal_lm(place, config=config, dtype="float64", **more)
         if not weights.exists():
@@ -132,8 +132,10 @@ class Found:
             with torch.no_grad():
                 for parameter in stage.parameters():
                     parameter += 0.1 * torch.randn(parameter.shape, generator=chance)
-            torch.save(stage.named(stage.state_dict()), weights)
-        self.before: dict[str, torch.Tensor] = torch.load(weights)
+            # Tied parameters are saved twice.
+            apart = {name: value.clone() for name, value in stage.named(stage.state_dict()).items()}
+            save_file(apart, weights)
+        self.before: dict[str, torch.Tensor] = load_file(weights)
         model = Model(place, stage, None)
         engine = backend.initialize(model, FinetuneSpec(1, 8, 8)).running()
         mine, spec = sample(place.data, place.topo.get_dim("data")), MicroBatchSpec(2)
