@@ -126,7 +126,7 @@ class PairGroup:
         spare: list[torch.Tensor] = []
         works: list[tuple[Any, torch.Tensor]] = []
         sums: list[torch.Tensor] = []
-        for number, (length, parts) in enumerate(buckets(flat, BUCKET)):
+        for length, parts in buckets(flat, BUCKET):
             if len(works) == 2:
                 self._wait(works.pop(0)[0], deadline)
             first = parts[0][1] if parts else None
@@ -135,7 +135,10 @@ class PairGroup:
             else:
                 if len(spare) < 2:
                     spare.append(torch.empty(BUCKET, dtype=torch.uint8, device=flat[0].device))
-                bucket = spare[number % len(spare)][:length]
+                else:
+                    # That of the bucket before is under way.
+                    spare.reverse()
+                bucket = spare[-1][:length]
                 for at, part in parts:
                     bucket[at : at + part.nbytes] = part
             works.append((self._begin(self._group.send, bucket), bucket))

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,6 +120,30 @@ def test_one_bit_that_was_damaged_is_noticed_unless_checksums_are_off() -> None:
                     moved(pair, sent)
             else:
                 assert not torch.equal(moved(pair, sent, checked=False)[0].view(torch.float32), sent[0])
+
+
+class Slow:
+    """A process group that reads a bucket only when the work is waited for, as one whose peer is slow."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        (bucket,) = tensors
+        return SimpleNamespace(wait=lambda timeout: self.sent.append(bucket.numpy().tobytes()))
+
+
+@given(st.lists(st.integers(0, 900), min_size=1, max_size=30), st.integers(1, 3))
+def test_no_bucket_is_written_before_it_was_sent(sizes: list[int], step: int) -> None:
+    pair: Any = object.__new__(PairGroup)
+    pair._other, pair._backend, pair._group = 1, "gloo", Slow()
+    tensors = [torch.randint(256, (size * step,), dtype=torch.uint8)[::step] for size in sizes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pairing, "BUCKET", 512)
+        pair.send(tensors, time.monotonic() + WAIT_TIMEOUT, checked=False)
+    found = b"".join(pair._group.sent)
+    for begin, tensor in zip(offsets(sizes)[0], tensors, strict=True):
+        assert found[begin : begin + len(tensor)] == tensor.numpy().tobytes()
 
 
 @given(st.binary(min_size=64, max_size=64 * 8), st.data())
