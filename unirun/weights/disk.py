@@ -114,7 +114,9 @@ def load(url: str, tensors: Mapping[str, Piecewise], at_least: int) -> int:
 def _versions(files: Any, root: str, at_least: int) -> Iterator[tuple[int, tuple[str, ...]]]:
     """The whole versions, the latest first, and their files by rank."""
     try:
-        names = {str(path).rstrip("/").rpartition("/")[2] for path in files.ls(root, detail=False)}
+        names = {
+            str(path).rstrip("/").rpartition("/")[2] for path in files.ls(root, detail=False, refresh=True)
+        }
     except FileNotFoundError:
         return
     found = sorted((int(name) for name in names if re.fullmatch(r"-?\d+", name)), reverse=True)

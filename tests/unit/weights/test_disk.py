@@ -218,6 +218,26 @@ def test_of_another_store_only_the_files_are_fetched_that_have_what_is_needed(
     assert fetched == ["/halves/1/00001-of-00002.safetensors"]
 
 
+def test_a_version_is_found_that_another_process_has_saved_since_the_last_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Remote file systems keep the lists of directories that they have read."""
+    files, known = fsspec.filesystem("memory"), dict[str, list[str]]()
+    ls = files.ls
+
+    def kept(path: str, *, detail: bool = True, refresh: bool = False) -> list[str]:
+        if refresh or path not in known:
+            known[path] = ls(path, detail=detail)
+        return known[path]
+
+    got = torch.zeros(4, 2)
+    for version in (1, 2):
+        save("memory://another", version, *halves(torch.full((4, 2), float(version))))
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "ls", kept)
+            assert load("memory://another", {"w": got}) == version
+
+
 def test_a_file_can_be_read_by_those_whom_the_umask_lets(url: str) -> None:
     before = os.umask(0o027)
     try:
