@@ -14,6 +14,7 @@ import secrets
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property, partial
@@ -447,6 +448,8 @@ class Publisher:
         self._sent = 0
         # By host and part, who was the first to get it of the current version.
         self._first: dict[tuple[str, NamedBox], str] = {}
+        # By block and reader, how often the reader has it mapped: again, when it has learned the layout anew.
+        self._mapped: Counter[tuple[int, str]] = Counter()
 
     def publish(self, tensors: Mapping[str, Piecewise], version: int) -> None:
         """Make `tensors` the current version. They may be changed when this returns.
@@ -622,6 +625,8 @@ class Publisher:
                 reply(Parcel(encode(replace(fetched, handle=block.lent))))
             else:
                 assert block.handle is not None
+                with self._lock:
+                    self._mapped[block.number, reader] += 1
                 unmapped = partial(self._unmapped, block.number, reader)
                 reply(Parcel(encode(fetched), lent=Lent(block.handle, block.size, unmapped)))
             return
@@ -674,6 +679,10 @@ class Publisher:
         """The reader has not mapped the block any more, as its connection may have ended while it waited. What it waits
         for is lent to it anew: so it comes back when nobody takes it."""
         with self._lock:
+            self._mapped[number, reader] -= 1
+            if self._mapped[number, reader]:
+                return
+            del self._mapped[number, reader]
             self._waiting = [
                 (
                     replace(request, mapped=tuple(each for each in request.mapped if each != number))

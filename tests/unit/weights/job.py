@@ -6,6 +6,7 @@ A history says what happens meanwhile: at each request, at each answer, and wher
 from __future__ import annotations
 
 import mmap
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from unirun.roles.transport.protocol import Handler, Lent, Parcel
 from unirun.values import WorkerId
 from unirun.weights import admitting, channel, hub, queue, sources
 from unirun.wire.messages import RoleView, View, WorkerView
-from unirun.wire.reports import Listening, Message
+from unirun.wire.reports import Listening, Message, Metrics
 
 Event = Callable[[], object]
 
@@ -42,6 +43,7 @@ class Job:
         self.roles = roles
         self.workers: dict[tuple[str, int], Worker] = {}
         self.links: list[Link] = []
+        self.timers: list[Timer] = []
         self.stalled: set[Worker] = set()
         """Those that answer nothing, and nothing tells why."""
         self.me: Worker | None = None
@@ -49,8 +51,12 @@ class Job:
         self._patches = ExitStack()
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now)
         at_exit = SimpleNamespace(register=lambda _: None, unregister=lambda _: None)
+        threads = SimpleNamespace(Lock=threading.Lock, Timer=partial(Timer, self))
         for module, changes in (
-            (channel, {"time": clock, "atexit": at_exit, "init": lambda: self.me}),
+            (
+                channel,
+                {"time": clock, "atexit": at_exit, "init": lambda: self.me, "threading": threads},
+            ),
             (queue, {"time": clock, "init": lambda: self.me, "Future": Answer}),
             (admitting, {"time": clock, "Future": Answer}),
             (sources, {"Future": Answer}),
@@ -86,6 +92,14 @@ class Job:
         """Somebody waits for so long, unless something happens."""
         if not self.happens():
             self.now += seconds
+
+    def later(self, seconds: float) -> None:
+        """So much time passes in which nothing happens but what was to be done then."""
+        self.now += seconds
+        due = [timer for timer in self.timers if timer.when <= self.now]
+        self.timers = [timer for timer in self.timers if timer not in due]
+        for timer in due:
+            timer.action()
 
     def starts(self, role: str, rank: int, node: str) -> Worker:
         """A new worker holds this rank."""
@@ -128,6 +142,17 @@ class Job:
                 worker.peers.update(view)
 
 
+class Timer:
+    """A `threading.Timer` of the job's time."""
+
+    def __init__(self, job: Job, seconds: float, action: Event) -> None:
+        self.when, self.action = job.now + seconds, action
+        self._job = job
+
+    def start(self) -> None:
+        self._job.timers.append(self)
+
+
 class Worker:
     """A process, as `unirun.init` describes it to itself: a context with its session."""
 
@@ -138,12 +163,16 @@ class Worker:
         self.peers = JobPeers(job, who, self._hear)
         self.sockets = Sockets(job, self)
         self.me, self.synced = who, dict[str, Any]()
+        self.told = dict[str, float | None]()
+        """The figures that it has told last, by name."""
         self.session = self
 
     def _hear(self, message: Message) -> None:
         if isinstance(message, Listening):
             self.addresses = {**self.addresses, **message.addresses}
             self.job.tells()
+        elif isinstance(message, Metrics):
+            self.told |= message.values
 
     def makes(self, kind: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """A channel or a queue of this worker."""

@@ -22,6 +22,7 @@ from unirun.weights.channel import WeightsChannel
 from unirun.weights.publishing import CURRENT
 from unirun.weights.receiving import NEIGHBOR_ANSWER_TIMEOUT
 from unirun.weights.tensors import LocalShard, Piecewise
+from unirun.wire.reports import VERSION
 
 pytestmark = pytest.mark.long  # a third of a minute, and near the end of all files by its name
 
@@ -93,6 +94,13 @@ def blended(before: Tensors, version: Tensors) -> Tensors:
     }
 
 
+class Unreadable(torch.Tensor):
+    """A tensor whose device fails when it is copied."""
+
+    def resolve_conj(self) -> torch.Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
 class Reader:
     """A receiver, and what should be in its tensors."""
 
@@ -162,6 +170,29 @@ class Channel(RuleBasedStateMachine):
     @rule(rank=RANK)
     def publishes(self, rank: int) -> None:
         self.publish(rank)
+
+    @precondition(lambda self: not self.away)
+    @rule(rank=RANK)
+    def fails_to_publish(self, rank: int) -> None:
+        """The memory of a tensor cannot be read. Receivers go on with the version before."""
+        version = self.latest.get(rank, self.begins_with - 1) + 1
+        whole = {name: each.as_subclass(Unreadable) for name, each in content(self.epoch, version).items()}
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            self.publishers[rank].publish(whole, version)
+
+    @precondition(lambda self: not self.away)
+    @rule(rank=RANK)
+    def publishes_while_a_version_is_saved(self, rank: int) -> None:
+        """Another thread writes it to a file meanwhile."""
+        publisher = self.publishers[rank]._publisher
+        if rank in self.latest and publisher is not None:
+            version = self.latest[rank]
+            with publisher.current() as (number, _, block):
+                before = block.memory.clone()
+                for _ in range(2):
+                    self.publish(rank)
+                assert number == version
+                assert torch.equal(block.memory, before)
 
     @precondition(lambda self: not self.away)
     @rule(anew=RARELY, way=st.integers(1 - ROWS, ROWS - 1))
@@ -238,14 +269,17 @@ class Channel(RuleBasedStateMachine):
             self.start_reader(rank)
 
     @rule(
-        rank=READER, how=st.sampled_from(["copy", "assign", "blend"]), stalled=st.sampled_from([None, 1, 2])
+        rank=READER,
+        how=st.sampled_from(["copy", "assign", "blend"]),
+        stalled=st.sampled_from([None, 1, 2]),
+        timeout=st.sampled_from([TIMEOUT, TIMEOUT, NEIGHBOR_ANSWER_TIMEOUT / 2]),
     )
-    def receives(self, rank: int, how: str, stalled: int | None) -> None:
+    def receives(self, rank: int, how: str, stalled: int | None, timeout: float) -> None:
         """While nothing else happens, but for another receiver that does not answer."""
         if stalled is not None and stalled != rank:
             self.job.stalled.add(self.readers[stalled].worker)
             self.calm = False
-        self.receive(rank, how, None, None, ())
+        self.receive(rank, how, None, None, (), timeout)
         self.job.stalled.clear()
 
     @precondition(lambda self: not self.away)
@@ -256,6 +290,15 @@ class Channel(RuleBasedStateMachine):
             self.receive(rank, "assign", None, None, ())
         for _ in range(2):
             self.all_publish(False, 0)
+
+    @precondition(lambda self: not self.away)
+    @rule(rank=READER)
+    def learns_the_layouts_anew(self, rank: int) -> None:
+        """As after a plan that did not fit. It maps a block that it holds once more."""
+        self.receive(rank, "copy", None, None, ())
+        for source in self.readers[rank].channel._sources.values():
+            source.describe(None)
+        self.receive(rank, "copy", None, None, ())
 
     @precondition(lambda self: not self.away)
     @rule(rank=READER)
@@ -285,6 +328,7 @@ class Channel(RuleBasedStateMachine):
         back: int | None,
         staleness: int | None,
         moments: Sequence[tuple[int, str, int]],
+        timeout: float = TIMEOUT,
     ) -> None:
         """`back`: how far the least version is behind the one that this receiver has; None: any will do."""
         reader = self.readers[rank]
@@ -295,7 +339,8 @@ class Channel(RuleBasedStateMachine):
         least = None if back is None or have is None else have - back
         there = self.there(least)
         died = self.away
-        self.job.now += 1.0
+        self.job.later(1.0)
+        self.versions_are_told()
         began = self.job.now
         self.eventful = False
         for nothing, what, who in moments:
@@ -304,14 +349,14 @@ class Channel(RuleBasedStateMachine):
         try:
             options: dict[str, Any] = {"assign": how == "assign", "eta": ETA if how == "blend" else 1.0}
             version = reader.channel.receive(
-                reader.tensors, min_version=least, max_staleness=staleness, timeout=TIMEOUT, **options
+                reader.tensors, min_version=least, max_staleness=staleness, timeout=timeout, **options
             )
         except (WeightsTimeout, PeerLost, WeightsError) as error:
             self.calm = False
             # Nothing can be wrong but what has happened meanwhile.
             assert not isinstance(error, WeightsError) or self.eventful, error
             if not self.eventful:
-                assert not there, error
+                assert not there or timeout < NEIGHBOR_ANSWER_TIMEOUT, error
                 assert same(reader.tensors, reader.expected)
                 assert not (died and self.held(least)) or self.job.stalled, error
             elif how != "copy":
@@ -340,6 +385,26 @@ class Channel(RuleBasedStateMachine):
             reader.expected = reader.copy()
         finally:
             self.job.meanwhile.clear()
+        assert self.job.now - began <= timeout + 0.001
+
+    def versions_are_told(self) -> None:
+        """The console shows the version that each rank has, a moment after it has got it."""
+        ends = [(reader.worker, reader.channel) for reader in self.readers.values()]
+        if not self.away:
+            ends += [(self.job.workers["actor", rank], each) for rank, each in self.publishers.items()]
+        for worker, channel in ends:
+            assert channel.version in (None, worker.told.get(f"policy{VERSION}"))
+
+    @rule(rank=READER)
+    def asks_for_the_latest(self, rank: int) -> None:
+        """All publishers have it."""
+        try:
+            restarts, version = self.readers[rank].channel.latest()
+        except PeerLost:
+            assert self.away
+            return
+        assert version == (min(self.latest.values()) if len(self.latest) == len(PUBLISHERS) else None)
+        assert restarts == max(self.job.workers["actor", each].who.incarnation for each in PUBLISHERS)
 
     def there(self, least: int | None) -> bool:
         """All publishers have the same version, and it is new enough."""
@@ -383,6 +448,9 @@ class Channel(RuleBasedStateMachine):
             assert publisher._publisher is not None
             blocks = publisher._publisher._blocks._blocks
             assert len(blocks) <= BLOCKS
+            current = publisher._publisher._current
+            current_blocks = [current.block] if current is not None else []
+            assert [block for block in blocks if CURRENT in block.readers] == current_blocks
             who = self.job.workers["actor", rank].who
             lent = {(block.number, name) for block in blocks for name in block.readers if name != CURRENT}
             held = set()
