@@ -171,12 +171,11 @@ class Holder:
         if isinstance(request, Peek) or request.layout != held.number or request.parts is None:
             return Parcel(head)
         with self._lock:
+            try:
+                views = [_view(held, part.name, part.box) for part in request.parts]
+            except ValueError:
+                return Parcel(encode(Fetched(0, 0, 0)))
             held.users += 1
-        try:
-            views = [_view(held, part.name, part.box) for part in request.parts]
-        except ValueError:
-            self._used(held)
-            return Parcel(encode(Fetched(0, 0, 0)))
         return Parcel(head, buffers_of(views, lambda: self._used(held)))
 
     def _valid(self) -> HeldVersion | None:

@@ -389,6 +389,8 @@ class _Version:
         self.version, self.packing, self.block = version, packing, block
         self.host = block if block.device is None else None
         self.copying = threading.Lock()
+        # By host and part, who was the first to get it.
+        self.first: dict[tuple[str, NamedBox], str] = {}
 
     def end(self) -> None:
         """It is not the current one any more."""
@@ -446,8 +448,6 @@ class Publisher:
         # Requests that cannot be answered yet, and when their time is over.
         self._waiting: list[tuple[Describe | Peek | Fetch, Reply, float]] = []
         self._sent = 0
-        # By host and part, who was the first to get it of the current version.
-        self._first: dict[tuple[str, NamedBox], str] = {}
         # By block and reader, how often the reader has it mapped: again, when it has learned the layout anew.
         self._mapped: Counter[tuple[int, str]] = Counter()
 
@@ -470,7 +470,6 @@ class Publisher:
             self._current = _Version(version, packing, block)
             if before is not None:
                 before.end()
-            self._first.clear()
             self._expire()
             ready = [(request, reply) for request, reply, _ in self._waiting if self._can_answer(request)]
             self._waiting = [each for each in self._waiting if not self._can_answer(each[0])]
@@ -487,7 +486,6 @@ class Publisher:
             if self._current is not None:
                 self._current.end()
                 self._current = None
-            self._first.clear()
 
     def _packed(self, packing: Packing, tensors: Mapping[str, Piecewise]) -> Block:
         """A block with `tensors`: on their device, unless that has no memory left."""
@@ -631,7 +629,7 @@ class Publisher:
                 reply(Parcel(encode(fetched), lent=Lent(block.handle, block.size, unmapped)))
             return
         with self._lock:
-            parts, elsewhere = self._divided(request)
+            parts, elsewhere = self._divided(current, request)
         head = encode(replace(fetched, elsewhere=elsewhere))
         views = [packing.view(block.memory, part.name, part.box) for part in parts]
         if not request.link:
@@ -663,12 +661,14 @@ class Publisher:
                 sending.close()
                 report(f"unirun: {error}")
 
-    def _divided(self, request: Fetch) -> tuple[list[NamedBox], dict[str, tuple[int, ...]]]:
+    def _divided(
+        self, current: _Version, request: Fetch
+    ) -> tuple[list[NamedBox], dict[str, tuple[int, ...]]]:
         """The parts that the reader gets from here, and the places of those that it gets from others on its host."""
         here: list[NamedBox] = []
         others: dict[str, list[int]] = {}
         for place, part in enumerate(request.parts or ()):
-            first = self._first.setdefault((request.host, part), request.reader) if request.host else ""
+            first = current.first.setdefault((request.host, part), request.reader) if request.host else ""
             if first in ("", request.reader):
                 here.append(part)
             else:
