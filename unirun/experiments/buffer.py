@@ -450,7 +450,7 @@ class Intake:
         new: dict[str, tuple[SequenceSample, int]] = {}
         for item in items:
             sample: SequenceSample = item.value
-            if sample.ids and (sample.ids[0] in self._buffer or sample.ids[0] in new):
+            if sample.ids and sample.ids[0] in self._buffer:
                 # It was written, and the producer had not heard of it.
                 continue
             if self._accepts(sample):

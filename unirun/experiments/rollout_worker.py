@@ -63,14 +63,17 @@ def sample_of(group: Group) -> SequenceSample:
     )
 
 
-def prompts(dataset: Dataset, tokenizer: Any, rank: int, world_size: int, seed: int) -> Iterator[Data]:
-    """The prompts of one of so many workers, without end: each worker has a part of each epoch, in a random order."""
+def prompts(
+    dataset: Dataset, tokenizer: Any, rank: int, world_size: int, seed: int, incarnation: int = 0
+) -> Iterator[Data]:
+    """The prompts of one of so many workers, without end: each worker has a part of each epoch, in a random order. One
+    that was started again does not begin with the same."""
     if len(dataset) < world_size:
         raise UsageError(
             f"the datasets of the rollout workers have {len(dataset)} prompts for {world_size} workers",
             "give one for each",
         )
-    shuffle = random.Random(seed)
+    shuffle = random.Random(seed * 1000 + incarnation)
     places = [*range(len(dataset))]
     while True:
         shuffle.shuffle(places)
@@ -163,9 +166,8 @@ class RolloutWorkerProcess(BaseWorkload):
 
     async def _roll(self) -> None:
         pool = self._pool(await self.completer())
-        # A worker that was started again does not begin with the same prompts.
-        seed = self._mine.base_seed * 1000 + self.master_handle.context.incarnation
-        source = prompts(self._dataset, self._tokenizer, self.rank, self.world_size, seed)
+        place = self.rank, self.world_size, self._mine.base_seed, self.master_handle.context.incarnation
+        source = prompts(self._dataset, self._tokenizer, *place)
         telling = asyncio.create_task(self._tell(pool))
         try:
             await pool.feed(source, self._queue.admit_async, self._put)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.unit.launcher.instant_loop import InstantLoop
 from unirun.errors import UsageError
+from unirun.experiments import rollout_worker
 from unirun.experiments.datasets import DatasetUtility, PromptDataset
-from unirun.experiments.rollout_worker import figures, prompts, sample_of
+from unirun.experiments.rollout_worker import REPORT_INTERVAL, figures, prompts, sample_of
 from unirun.experiments.sample import SequenceSample
 from unirun.rollout.episodes import NOT_MADE, Group, Outcomes, Trajectory
 
@@ -65,6 +68,11 @@ def test_workers_share_each_epoch_and_each_row_is_there_for_the_agent() -> None:
     assert data["answer"] == int(data["id"]) + 1
 
 
+def test_a_worker_that_was_started_again_does_not_begin_with_the_same_prompts() -> None:
+    begins = [next(prompts(dataset(1000), Letters(), 0, 1, 5, number))["id"] for number in range(4)]
+    assert len({*begins}) == 4
+
+
 def test_fewer_prompts_than_workers_are_refused() -> None:
     with pytest.raises(UsageError, match="1 prompts for 2 workers"):
         next(prompts(dataset(1), Letters(), 0, 2, seed=0))
@@ -74,3 +82,21 @@ def test_figures_are_numbers_and_a_rate() -> None:
     found = figures(Outcomes(tokens=100), Outcomes(open=3, episodes=12, accepted=4, tokens=300), 2.0)
     assert found["rollout/tokens_per_s"] == 100.0
     assert (found["rollout/open"], found["rollout/episodes"], found["rollout/accepted"]) == (3.0, 12.0, 4.0)
+
+
+def test_rates_are_those_since_the_report_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, told = InstantLoop(), list[dict[str, float]]()
+    monkeypatch.setattr(rollout_worker, "time", SimpleNamespace(monotonic=loop.time))
+    worker: Any = object.__new__(rollout_worker.RolloutWorkerProcess)
+    worker._master_handle = SimpleNamespace(report=told.append)
+    pool = SimpleNamespace(outcomes=Outcomes(), idle_seconds=0.0)
+    loop.create_task(worker._tell(pool))
+    for tokens, idle in ((100, 0.5), (100, 0.0), (500, 1.0)):
+        loop.wait(REPORT_INTERVAL / 2)
+        pool.outcomes = Outcomes(tokens=pool.outcomes.tokens + tokens)
+        pool.idle_seconds += idle * REPORT_INTERVAL
+        loop.wait(REPORT_INTERVAL / 2)
+    loop.wait(REPORT_INTERVAL / 2)
+    loop.end()
+    assert [each["rollout/tokens_per_s"] * REPORT_INTERVAL for each in told] == [100.0, 100.0, 500.0]
+    assert [each["rollout/idle_share"] for each in told] == [0.5, 0.0, 1.0]
