@@ -269,6 +269,15 @@ class TestExplaining:
         assert not entered[1].explain(RuntimeError("Timed out waiting 1800000ms for recv operation"))
 
 
+def test_an_answer_of_the_store_has_the_time_of_the_group_and_not_that_of_a_connection(
+    alone: tuple[Worker, Formation],
+) -> None:
+    worker, formation = alone
+    worker.role_has(0)
+    store = formation.store("mine", timedelta(seconds=77))
+    assert store.underlying_store.timeout == timedelta(seconds=77)
+
+
 class TestForming:
     """Two ranks; rank 1 is a thread of this process, without a default group of its own."""
 

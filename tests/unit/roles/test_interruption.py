@@ -98,6 +98,21 @@ def test_a_function_that_is_called_again_gets_no_signal_of_the_one_before(main: 
     assert lost.asked == before + 1
 
 
+def test_signals_end_with_a_function_that_has_not_noticed(main: MainThread) -> None:
+    lost = Lost()
+
+    def function() -> None:
+        main.wake(lost.check)
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {INTERRUPT})
+    try:
+        main.run(function, lost.check)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    eventually(lambda: not timers(), "no timer is left")
+    assert lost.asked == 1
+
+
 def test_a_signal_in_an_import_waits(main: MainThread) -> None:
     """The module would stay half-made. The signal comes again after it."""
     lost = Lost()

@@ -6,10 +6,13 @@ import socket
 import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import UsageError
-from unirun.roles.peers import Peers, RoleInfo
+from unirun.roles.peers import Peer, Peers, RoleInfo
 from unirun.values import WorkerId
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import RoleBrief, RoleView, View, Welcome, WorkerView
@@ -63,6 +66,63 @@ def test_a_rank_of_a_role_that_has_grown_and_become_smaller_again_is_over(peers:
 
 def test_the_former_size_of_a_role_is_known(peers: Peers) -> None:
     assert (peers.count("actor"), peers.known("actor").world_size) == (3, 2)
+
+
+ROLES = ("actor", "critic")
+
+WORKERS = st.builds(
+    WorkerView,
+    st.just(0),
+    st.integers(0, 2),
+    st.sampled_from(["starting", "running", "serving", "lost", "ended"]),
+    st.sampled_from([{}, {"torch": "at 0", "sockets": "elsewhere"}, {"debugger": "h:1"}]),
+)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> View:
+    roles = []
+    for name in ROLES:
+        some = draw(st.lists(WORKERS, min_size=1, max_size=3))
+        ranked = tuple(replace(worker, rank=rank) for rank, worker in enumerate(some))
+        roles.append(RoleView(name, len(ranked), draw(st.integers(0, 3)), "h:1", "running", ranked))
+    return View(tuple(roles))
+
+
+def found_in(view: View, role: str, rank: int) -> Peer:
+    """The worker of a rank, as the latest view alone has it."""
+    (there,) = (each for each in view.roles if each.name == role)
+    if rank >= len(there.workers):
+        return Peer(WorkerId(role, rank, 0), over=True)
+    worker = there.workers[rank]
+    return Peer(
+        WorkerId(role, rank, worker.incarnation),
+        worker.addresses.get("torch", "") if worker.phase == "serving" else "",
+        there.generation,
+        gone=worker.phase == "lost",
+        over=worker.phase == "ended",
+        whole="lost" not in [each.phase for each in there.workers],
+        held="debugger" in worker.addresses,
+    )
+
+
+@given(st.lists(st.tuples(views(), st.sets(st.sampled_from(ROLES))), min_size=1, max_size=6))
+def test_workers_are_those_of_the_latest_view_whatever_was_asked_before(
+    updates: list[tuple[View, set[str]]],
+) -> None:
+    first = updates[0][0]
+    peers = Peers("actor", 0, {}, welcome=Welcome(first, "{}", "job", (), (), 60.0, "torch"))
+    most = dict.fromkeys(ROLES, 0)
+    for view, asked in updates:
+        peers.update(view)
+        for role in view.roles:
+            most[role.name] = max(most[role.name], role.world_size)
+            assert (peers.size(role.name), peers.count(role.name)) == (role.world_size, most[role.name])
+        for name in asked:
+            for rank in range(most[name]):
+                assert peers.find(name, rank) == found_in(view, name, rank)
+            with pytest.raises(UsageError, match=f"role {name} has no rank {most[name]}"):
+                peers.find(name, most[name])
 
 
 def test_what_has_changed_is_taken_over_and_a_whole_view_is_asked_for_when_something_is_missing() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.roles.context import hosts_in
+from unirun.roles.context import CallSession, hosts_in
+from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.transport.socket_transport import CallAddress
 from unirun.wire.address import TcpAddress
-from unirun.wire.messages import RoleView, WorkerView
+from unirun.wire.messages import RoleView, View, WorkerView
 
 
 def view(endpoint: str, *addresses: str) -> RoleView:
@@ -26,6 +27,20 @@ def test_hosts_are_those_of_stores_and_of_workers_that_others_can_reach() -> Non
         "10.0.0.2",
         "fd00::1",
     }
+
+
+HOSTS = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
+
+
+@given(st.lists(st.sets(st.sampled_from(HOSTS), min_size=1), min_size=1, max_size=4))
+def test_the_hosts_of_a_job_are_those_of_the_latest_view(updates: list[set[str]]) -> None:
+    """A host may come later, and one that has left is a stranger."""
+    peers = Peers("actor", 0, {"actor": RoleInfo("actor", 1, 0)})
+    session = CallSession(peers, {})
+    for hosts in updates:
+        addresses = (str(CallAddress("/calls/a", TcpAddress(each, 5, "n"))) for each in sorted(hosts))
+        peers.update(View((view("", *addresses),)))
+        assert {each for each in HOSTS if session._is_host(each)} == hosts
 
 
 @given(st.text(max_size=20), st.text(max_size=20), st.text(max_size=20))

@@ -89,6 +89,8 @@ class TestARole:
         visitor = visit()
         assert becomes(visitor, 5)
         assert len(visitor.role_group("worker")) == 5
+        visitor.peers.update(view(3, 2))
+        assert len(visitor.role_group("worker")) == 3
 
     def test_one_that_the_job_does_not_have_is_told(
         self, fake_job: FakeJob, visit: Callable[[], Visitor]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -124,6 +128,28 @@ def test_no_more_than_so_much_is_kept_for_later(pool: SegmentPool, monkeypatch: 
     for segment in segments:
         pool.release(segment.number)
     assert files() == before + 2
+
+
+@pytest.mark.parametrize(("module", "call"), [(os, "pwrite"), (os, "ftruncate"), (fcntl, "fcntl")])
+@pytest.mark.parametrize("used", [False, True])
+def test_a_segment_that_cannot_be_written_is_closed(
+    pool: SegmentPool, monkeypatch: pytest.MonkeyPatch, module: ModuleType, call: str, used: bool
+) -> None:
+    if used:
+        pool.release(pool.write([buffer(1 << 20)]).number)
+    before = files()
+
+    def fails(*_: Any) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, call, fails)
+        for _ in range(3):
+            # One that was there is written without the other calls.
+            with contextlib.suppress(OSError):
+                pool.release(pool.write([buffer(1 << 20)]).number)
+    assert files() <= before
+    pool.release(pool.write([buffer(1 << 20)]).number)
 
 
 def test_what_was_never_lent_cannot_come_back(pool: SegmentPool) -> None:

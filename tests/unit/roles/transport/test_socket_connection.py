@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.unit.wire.endpoints import credentials_in
-from tests.waiting import WAIT_TIMEOUT
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.roles.transport import socket_transport
 from unirun.roles.transport.protocol import Parcel
 from unirun.roles.transport.socket_transport import SocketConnection, SocketTransport
 from unirun.roles.transport.sockets import FrameSocket, Loop
 from unirun.values import WorkerId
-from unirun.wire.address import UnixAddress
+from unirun.wire.address import Address, UnixAddress
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.credentials import Credentials
 from unirun.wire.handshake import new_token
 
 LATE = "a thread that is late"
@@ -50,6 +52,31 @@ def connection(
     monkeypatch.setattr(socket_transport, "FrameSocket", Late)
     loop = Loop()
     yield SocketConnection(UnixAddress.here(path), credentials, loop, lambda reason: None)
+    loop.close()
+    worker.close()
+
+
+def test_one_that_is_closed_while_it_connects_leaves_no_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, made = BlockingStream.connect, list[BlockingStream]()
+    connects, closed = threading.Event(), threading.Event()
+
+    def late(address: Address, credentials: Credentials) -> BlockingStream:
+        made.append(connect(address, credentials))
+        connects.set()
+        assert closed.wait(WAIT_TIMEOUT)
+        return made[0]
+
+    credentials = credentials_in(tmp_path / "worker", new_token(), "worker", tls=False)
+    worker, loop = SocketTransport(tmp_path / "calls", credentials), Loop()
+    path = worker.serve(WorkerId("desk", 0, 0), lambda parcel, reply: None)
+    monkeypatch.setattr(BlockingStream, "connect", late)
+    closing = SocketConnection(UnixAddress.here(path), credentials, loop, lambda reason: None)
+    assert connects.wait(WAIT_TIMEOUT)
+    closing.close()
+    closed.set()
+    eventually(lambda: made[0].socket.fileno() == -1, "its socket is closed")
     loop.close()
     worker.close()
 
