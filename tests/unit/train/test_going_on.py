@@ -8,14 +8,18 @@ import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from unirun.errors import UsageError
 from unirun.train.arguments import hold, left_unfinished, mark_finished, next_run, release, runs_in
+from unirun.train.callbacks import Callbacks
 from unirun.train.checkpoints import CheckpointStrategy, Folder, Info
 from unirun.train.checkpoints.writer import CheckpointWriter
 from unirun.train.result import Result
+from unirun.train.running import TrainingIterator
+from unirun.train.task import RunTask
 
 
 def with_checkpoint(run: str) -> None:
@@ -100,5 +104,18 @@ def test_two_trainers_do_not_go_on_with_one_run_at_a_time(tmp_path: Path) -> Non
     assert again is not None
     again.close()
     release(hold(next_run(str(tmp_path))[0]))
+    task = RunTask(
+        print, [], False, {}, {}, f"{next_run(str(tmp_path))[0]}/checkpoints", CheckpointStrategy()
+    )
+    attempts: Any = SimpleNamespace(workers=None)
+    options: dict[str, Any] = {"elastic": False, "grow_every": 1.0, "max_failures": 0, "retry": ()}
+    left = TrainingIterator(
+        attempts, task, Callbacks(()), lambda data: data, checkpoint=None, logdir="", **options
+    )
+    with pytest.raises(UsageError, match="is in use"):
+        hold(left.url)
+    # Before its first round.
+    left.close()
+    release(hold(left.url))
     assert hold("memory://logs/run_001") is None
     assert hold(str(tmp_path / "gone")) is None

@@ -63,6 +63,8 @@ def test_in_a_file_a_bar_is_a_line_now_and_then_and_at_its_end(
         output.show("stderr", bar(0, f"{percent}%"))
         clock.time += FILE_INTERVAL / 4
     output.show("stderr", "[worker:0] 100%\n")
+    clock.time += FILE_INTERVAL
+    output.show("stderr", bar(0, "the first state of the next bar"))
     output.show("stderr", bar(1, "2 it/s"))
     output.show("stderr", bar(1, "      "))
     output.close(1.0)

@@ -386,7 +386,7 @@ class TestRandomNumbers:
             finally:
                 functions.enter(None)
                 session.close()
-                torch.use_deterministic_algorithms(False)
+                assert not torch.are_deterministic_algorithms_enabled(), "as before the function"
 
         whole = run(1, 6)
         for number in (5, 6):
