@@ -19,6 +19,8 @@ from unirun.values import Value, show_ranks
 #
 # A rank that fails because a peer is gone or late says so in its exception, or, where a thread of C++ ends the process,
 # in the last lines of its stderr. It does not say which peer, but for a monitored barrier and unirun's own errors.
+#
+# Patterns are texts: `re` compiles each when it is first used, and most processes never use one.
 
 _IN_A_GROUP = (
     # gloo: the transport's connections, its waits, and how it connects.
@@ -49,40 +51,40 @@ _ELSEWHERE = (
     r"timed out (waiting|after)",
     r"WorkerLost|PeerLost",
 )
-_GROUP = re.compile("|".join(_IN_A_GROUP), re.IGNORECASE)
-_ANY = re.compile("|".join((*_IN_A_GROUP, *_ELSEWHERE)), re.IGNORECASE)
-_LOST = re.compile(r"\b(?:WorkerLost|PeerLost): ([^\s:]{1,256}):(\d{1,9})\b")
+_GROUP = "(?i)" + "|".join(_IN_A_GROUP)
+_ANY = "(?i)" + "|".join((*_IN_A_GROUP, *_ELSEWHERE))
+_LOST = r"\b(?:WorkerLost|PeerLost): ([^\s:]{1,256}):(\d{1,9})\b"
 _RANKS = r"(\d{1,9}(?:, ?\d{1,9})*)"
 _MISSED = (
-    re.compile(rf"\bRanks? {_RANKS} failed to pass monitoredBarrier"),
+    rf"\bRanks? {_RANKS} failed to pass monitoredBarrier",
     # The report of NCCL's watchdog with TORCH_NCCL_DESYNC_DEBUG.
-    re.compile(rf"\branks \[{_RANKS}\] are the lagging ranks"),
-    re.compile(rf"\[{_RANKS}\] finished collective #\d{{1,18}}, but didn't join"),
+    rf"\branks \[{_RANKS}\] are the lagging ranks",
+    rf"\[{_RANKS}\] finished collective #\d{{1,18}}, but didn't join",
 )
-_CALLED = re.compile(r'torch/distributed/distributed_c10d\.py", line \d{1,9}, in (\w{1,64})')
-_OF_ALL_RANKS = re.compile(r"(all_|reduce|broadcast|gather|scatter|barrier)\w*")
+_CALLED = r'torch/distributed/distributed_c10d\.py", line \d{1,9}, in (\w{1,64})'
+_OF_ALL_RANKS = r"(all_|reduce|broadcast|gather|scatter|barrier)\w*"
 
 
 def is_consequence(failure: Failure) -> bool:
     """Return True if its text says that a peer is gone or late, or that any other connection was lost."""
-    return bool(_ANY.search(words_of(failure)))
+    return bool(re.search(_ANY, words_of(failure)))
 
 
 def waited_for_a_peer(failure: Failure) -> bool:
     """Return True if its text says that it waited for a peer in a process group, or lost one there."""
-    return bool(_GROUP.search(words_of(failure)))
+    return bool(re.search(_GROUP, words_of(failure)))
 
 
 def lost(failure: Failure) -> frozenset[tuple[str, int]]:
     """The roles and ranks that its words call lost: those of which a call or a channel wanted something."""
-    return frozenset((role, int(rank)) for role, rank in _LOST.findall(words_of(failure)))
+    return frozenset((role, int(rank)) for role, rank in re.findall(_LOST, words_of(failure)))
 
 
 def missed(failure: Failure) -> frozenset[int]:
     """The ranks that its words name: those that did not come to a monitored barrier or, by NCCL's report, to a
     collective."""
     words = words_of(failure)
-    found = (ranks for pattern in _MISSED for ranks in pattern.findall(words))
+    found = (ranks for pattern in _MISSED for ranks in re.findall(pattern, words))
     return frozenset(int(rank) for ranks in found for rank in ranks.split(","))
 
 
@@ -90,11 +92,11 @@ def collective_of(failure: Failure) -> str:
     """The collective in which it waited, by NCCL's report (with its number, and its group if that is there) or by the
     latest call of torch in its traceback (the name alone). Empty if it is not known, or was none of all ranks."""
     words = words_of(failure)
-    if found := _COLLECTIVE.search(words):
-        group = _OF_GROUP.search(words)
+    if found := re.search(_COLLECTIVE, words):
+        group = re.search(_OF_GROUP, words)
         return f"{found[2].lower()} {found[1]}" + (f" of group {group[1]}" if group else "")
-    names = _CALLED.findall(_shown(failure.traceback))
-    return names[-1] if names and _OF_ALL_RANKS.fullmatch(names[-1]) else ""
+    names = re.findall(_CALLED, _shown(failure.traceback))
+    return names[-1] if names and re.fullmatch(_OF_ALL_RANKS, names[-1]) else ""
 
 
 def words_of(failure: Failure) -> str:
@@ -182,17 +184,15 @@ _TEXTS: tuple[tuple[CauseClass, str, str], ...] = (
 )
 """Classes of errors that are known by their texts."""
 
-_BY_TEXT = tuple((kind, words, re.compile(text, re.MULTILINE)) for kind, words, text in _TEXTS)
-_TIMEOUT = re.compile(
-    r"timed out waiting \d{1,12}\s?ms for|watchdog caught collective operation timeout|timed out in blocking wait"
+_TIMEOUT = (
+    r"(?i)timed out waiting \d{1,12}\s?ms for|watchdog caught collective operation timeout|timed out in blocking wait"
     r"|failed to pass monitoredBarrier|application timeout caused pair closure|wait timeout after"
-    r"|due to a collective timeout|timed out initializing process group|seconds waiting for clients",
-    re.IGNORECASE,
+    r"|due to a collective timeout|timed out initializing process group|seconds waiting for clients"
 )
-_COLLECTIVE = re.compile(r"SeqNum=(\d{1,18}), ?OpType=(\w{1,40})")
-_OF_GROUP = re.compile(r"\bPG GUID (\S{1,100}) Rank \d")
-_FATAL = re.compile(r"^Fatal Python error: (.{1,200})", re.MULTILINE)
-_FRAME = re.compile(r'^ *File "([^"\n]{1,500})", line (\d{1,9}) in (.{1,100})', re.MULTILINE)
+_COLLECTIVE = r"SeqNum=(\d{1,18}), ?OpType=(\w{1,40})"
+_OF_GROUP = r"\bPG GUID (\S{1,100}) Rank \d"
+_FATAL = r"(?m)^Fatal Python error: (.{1,200})"
+_FRAME = r'(?m)^ *File "([^"\n]{1,500})", line (\d{1,9}) in (.{1,100})'
 
 _BY_RULE: dict[str, CauseClass] = {
     "node": "lost_node",
@@ -228,10 +228,10 @@ def _without_fault(failure: Failure) -> LikelyCause:
 
 def _of_error(failure: Failure, text: str) -> LikelyCause | None:
     """The cause that an error message, or the last lines of stderr, tell; None when they tell none."""
-    for kind, words, pattern in _BY_TEXT:
-        if (found := pattern.search(text)) is not None:
+    for kind, words, pattern in _TEXTS:
+        if (found := re.search(pattern, text, re.MULTILINE)) is not None:
             return LikelyCause(kind, f"{words}: {_line_at(text, found.start())}")
-    if _TIMEOUT.search(text) is not None:
+    if re.search(_TIMEOUT, text) is not None:
         return LikelyCause("collective_timeout", _timeout(failure, text))
     if is_consequence(failure):
         gone = ", ".join(f"{role}:{rank}" for role, rank in sorted(lost(failure)))
@@ -244,7 +244,7 @@ def _of_error(failure: Failure, text: str) -> LikelyCause | None:
 
 def _timeout(failure: Failure, text: str) -> str:
     """The time-out of a collective in words, with the collective and the ranks that were missing if they are named."""
-    found, ranks = _COLLECTIVE.search(text), missed(failure)
+    found, ranks = re.search(_COLLECTIVE, text), missed(failure)
     which = f" {found[2]}, number {found[1]} of its group," if found is not None else ""
     who = f"; not there: rank{'s' * (len(ranks) > 1)} {show_ranks(sorted(ranks))}" if ranks else ""
     return f"a collective{which} or its rendezvous has timed out{who}: {_line(text)}"
@@ -277,7 +277,7 @@ def _of_exit(end: Exit, note: str, tail: str) -> LikelyCause:
 
 def _stack(tail: str) -> str:
     """The fatal error and the innermost Python frame that faulthandler has written; empty when there is none."""
-    error, frame = _FATAL.search(tail), _FRAME.search(tail)
+    error, frame = re.search(_FATAL, tail), re.search(_FRAME, tail)
     said = f": {_line(error[1])}" if error is not None else ""
     return said if frame is None else f"{said}, in {_line(frame[3])} ({_line(frame[1])}:{frame[2]})"
 

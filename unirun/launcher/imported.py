@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
@@ -23,8 +22,8 @@ def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
         sys.meta_path.insert(0, _Imported(name, then))
 
 
-class _Imported(importlib.abc.MetaPathFinder):
-    """Calls `then` with a module when it has been imported, once."""
+class _Imported:
+    """A finder of modules, which calls `then` with one when it has been imported, once."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name, self._then, self._asked = name, then, False
