@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parsed
@@ -55,6 +58,18 @@ def test_prometheus_reads_all_that_is_known_of_a_job() -> None:
     assert value(found, "unirun_weights_staleness_versions", rank="1", channel="policy") == 1
     assert value(found, "unirun_reported", rank="0", name="loss") == 0.5
     assert 0.8 < value(found, "unirun_goodput_ratio") < 0.9
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 9.0]), max_size=20))
+def test_a_bucket_has_all_that_is_at_most_its_bound(seconds: list[float]) -> None:
+    to, bounds = Exposition(), (0.5, 1.0, 2.0)
+    to.histogram("waits_seconds", "Waits.", seconds, bounds, {"job": "j"})
+    found = {family.name: family for family in parsed(to.text())}
+    for bound in (*bounds, math.inf):
+        label = "+Inf" if bound == math.inf else str(bound)
+        count = sum(each <= bound for each in seconds)
+        assert value(found, "waits_seconds", "waits_seconds_bucket", le=label) == count
+    assert value(found, "waits_seconds", "waits_seconds_sum") == sum(seconds)
 
 
 def test_queues_have_families_of_their_own() -> None:

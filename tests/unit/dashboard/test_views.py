@@ -6,6 +6,8 @@ import copy
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.unit.dashboard.recorded import START, record, recorded_status
@@ -16,11 +18,12 @@ from unirun.dashboard.views import (
     rank_view,
     stack_view,
     state_of,
+    story_rows,
     timeline,
 )
 from unirun.dashboard.watching import Jobs, WatchedJob
 from unirun.errors import JobError
-from unirun.observe.events import read_events
+from unirun.observe.events import LoggedEvent, read_events
 from unirun.observe.status import RoleStatus, WorkerStatus, write_status
 from unirun.values import WorkerId
 from unirun.wire.reports import RankProgress, RankStacks, ThreadStack, Wait
@@ -166,3 +169,13 @@ def test_equal_stacks_are_one_group_and_the_odd_one_comes_first() -> None:
             }
         ],
     }
+
+
+@given(
+    st.lists(st.sampled_from(["actor:0", "actor:1", "actor:0-2", "actor", "critic"]), max_size=12),
+    st.integers(1, 4),
+)
+def test_the_story_of_a_rank_has_the_latest_events_about_it(subjects: list[str], last: int) -> None:
+    events = [LoggedEvent(str(at), float(at), "exit", "", about=(each,)) for at, each in enumerate(subjects)]
+    its = [str(at) for at, each in enumerate(subjects) if each in ("actor:1", "actor:0-2", "actor")]
+    assert [row["id"] for row in story_rows(events, "actor:1", last)] == its[-last:]

@@ -57,6 +57,7 @@ def test_a_completion_in_chunks_is_the_one_in_one_piece(chunk: int, most: int, l
     assert len(whole.token_ids) >= min(least, most)
     parts = EngineCompleter(client, new_tokens_per_chunk=chunk)
     assert asyncio.run(parts.complete([1, 2], **sampling)) == whole
+    assert not parts._homes, "no other request goes on with one that has no conversation"
 
 
 def test_weights_that_nobody_has_labelled_are_version_0() -> None:

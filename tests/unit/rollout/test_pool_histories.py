@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -68,6 +69,7 @@ class Pools(RuleBasedStateMachine):
         self._patch.setattr(pools, "MAX_FAILED_GROUPS", 1000)
         self._patch.setattr(pools, "report", lambda text: None)
         self.loop = InstantLoop()
+        self._patch.setattr(pools, "time", SimpleNamespace(monotonic=self.loop.time))
         self.playing: dict[int, list[Played]] = {}
         self.answer = made(1)
         self.finished: list[int] = []
@@ -81,6 +83,9 @@ class Pools(RuleBasedStateMachine):
         self.delivered: list[Made] = []
         self.dropped: set[int] = set()
         self.prompts = self.version = self.trained = self.wanted = 0
+        self.idle = 0.0
+        self.idle_since: float | None = self.loop.time()
+        """Seconds in which no group was open; the time since when none is."""
 
     @initialize(
         size=st.integers(1, 3),
@@ -173,9 +178,13 @@ class Pools(RuleBasedStateMachine):
                 begun = len(self.delivered) - len(self.dropped) + len(self.open)
                 room = min(room, (self.trained + most_age + 1) * batch - begun)
             if room <= 0:
-                return
+                break
             self.groups.append(Made(self.prompts, [Played(now) for _ in range(self.size)]))
             self.prompts += 1
+        if self.open and self.idle_since is not None:
+            self.idle, self.idle_since = self.idle + now - self.idle_since, None
+        elif not self.open and self.idle_since is None:
+            self.idle_since = now
 
     def over(self, group: Made, now: float) -> None:
         """All episodes of a group have ended."""
@@ -321,6 +330,8 @@ class Pools(RuleBasedStateMachine):
         }
         found = self.pool.outcomes
         assert found.open == len(self.open)
+        idle = self.idle if self.idle_since is None else self.idle + self.loop.time() - self.idle_since
+        assert self.pool.idle_seconds == pytest.approx(idle)
         told = {name: getattr(found, name) for name in ("accepted", "rejected", "stale", "failed", "tokens")}
         assert told == {name: self.counts[name] for name in told}
         self._taken()
