@@ -86,6 +86,7 @@ class TestOnOneHost:
                 assert each.receive(got, version) == version
                 assert values(got) == {float(version)}
                 assert {one.path for one in each._receiver.last} == {"shared memory"}
+        assert len([region for region in machine.regions if not region.freed]) == 2
 
     def test_a_version_is_borrowed_as_a_file_from_the_host(self, harness: WeightsHarness) -> None:
         machine = FakeMachine()

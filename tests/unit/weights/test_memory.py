@@ -6,6 +6,7 @@ import mmap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tests.effort import examples
 from tests.unit.weights.harness import weights_harness
 from unirun.errors import WeightsError
 from unirun.weights import disk
-from unirun.weights.publishing import Packing, Publisher
+from unirun.weights.publishing import Packing, Publisher, buffers_of
 from unirun.weights.tensors import (
     LocalShard,
     Piecewise,
@@ -204,6 +205,16 @@ class TestTargetsOfOneMemory:
                 # It answers in the order of requests.
                 receiver.latest()
                 assert len(block.readers) == lent_before
+
+
+@given(st.integers(0, 4), st.randoms(use_true_random=False))
+def test_memory_that_is_sent_is_given_back_once_with_the_last_part(count: int, order: Random) -> None:
+    released: list[bool] = []
+    left = [*buffers_of([torch.ones(3) for _ in range(count)], lambda: released.append(True))]
+    while left:
+        assert not released
+        del left[order.randrange(len(left))]
+    assert released == [True]
 
 
 KINDS = {**EMPTY, **LOCKED, **GOOD}

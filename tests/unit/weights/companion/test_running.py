@@ -10,6 +10,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.weights.integrations import fake_servers
 from tests.unit.weights.test_moving import noise, same
@@ -18,7 +20,8 @@ from unirun.errors import PeerLost, WeightsError, WeightsTimeout
 from unirun.roles.peers import Peers
 from unirun.values import Engine
 from unirun.weights.channel import WeightsChannel
-from unirun.weights.companion.running import Companion
+from unirun.weights.companion import running
+from unirun.weights.companion.running import FINAL_LOAD_TIMEOUT, Companion
 from unirun.weights.publishing import Blocks, Packing
 from unirun.weights.sources import VersionFile
 from unirun.weights.tensors import layout_of
@@ -401,6 +404,41 @@ def test_a_companion_that_is_told_to_end_finishes_what_it_brings(host: Host) -> 
     host.close()
     assert server.seen[-1] == "/resume"
     assert has(server, first)
+
+
+class Clock:
+    """A clock that stands still by itself."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Loading:
+    """A thread that brings weights into an engine for so long, on a clock that runs while it is waited for."""
+
+    def __init__(self, clock: Clock, until: float) -> None:
+        self._clock, self._until = clock, until
+
+    def join(self, timeout: float) -> None:
+        self._clock.now = max(self._clock.now, min(self._until, self._clock.now + timeout))
+
+    def is_alive(self) -> bool:
+        return self._clock.now < self._until
+
+
+@given(st.lists(st.floats(0.0, 60.0), max_size=4))
+def test_a_companion_ends_in_time_however_many_engines_load_for_long(seconds: list[float]) -> None:
+    clock = Clock()
+    channel, peers = cast(WeightsChannel, Channel(lends=True)), cast(Peers, Agent())
+    companion = Companion(channel, peers, timeout=WAIT_TIMEOUT)
+    companion._loading += [cast(threading.Thread, Loading(clock, 100.0 + each)) for each in seconds]
+    companion.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "time", clock)
+        companion.run()
+    assert clock.now == 100.0 + min(max(seconds, default=0.0), FINAL_LOAD_TIMEOUT)
 
 
 def test_the_host_has_two_versions_however_many_there_were(host: Host) -> None:

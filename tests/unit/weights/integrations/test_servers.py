@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 from tests.unit.weights.integrations import fake_servers
 from tests.unit.weights.test_disk import DTYPES
 from tests.unit.weights.test_moving import noise, same
-from tests.waiting import WAIT_TIMEOUT
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import ServerError, ServerTimeout, UsageError, WeightsError
 from unirun.weights.integrations import sglang, vllm
 from unirun.weights.integrations.sending import SERVER, Param, file_for, read
@@ -53,8 +54,13 @@ class ServersHarness:
             other = sglang.SGLangClient(url, timeout=timeout)
             sender = sglang.TrainerEngine(other, sglang.Source(weights))
             pause = other.paused()
-        self.opened.append(sender.shutdown)
+        self.opened.append(partial(self._shut_down, sender))
         return sender, pause
+
+    @staticmethod
+    def _shut_down(sender: Any) -> None:
+        assert len(sender._blocks._blocks) <= 1, "each round has the memory of the one before"
+        sender.shutdown()
 
 
 @pytest.fixture
@@ -66,6 +72,8 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServersHarness]:
     yield made
     while made.opened:
         made.opened.pop()()
+    watches = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
+    eventually(lambda: not any(each.is_alive() for each in watches), "the deadlines of requests have ended")
 
 
 def tensors() -> dict[str, torch.Tensor]:

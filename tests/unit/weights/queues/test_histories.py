@@ -7,6 +7,7 @@ it has used it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -14,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.unit.weights.job import Job, Worker
 from unirun.errors import QueueTimeout
 from unirun.weights.producing import KEPT, Producer
-from unirun.weights.queue import Queue
+from unirun.weights.queue import QUEUE_REPORT_INTERVAL, Queue
 
 RANK = st.integers(0, 1)
 AHEAD = 1
@@ -48,6 +49,17 @@ class End:
         """The items that a consumer has got last."""
         self.wanted = 0
         """The number of items that it has asked for and not got."""
+        self.waited = self.said = self.said_at = 0.0
+        """The seconds that it has waited for items; what it has told of them last, and when."""
+
+    def has_waited(self, began: float) -> None:
+        """It has waited from `began` until now. It tells that before and after, at most once a second."""
+        now = self.worker.job.now
+        for moment in (began, now):
+            self.waited += moment - began
+            if moment >= self.said_at + QUEUE_REPORT_INTERVAL:
+                self.said, self.said_at = self.waited, moment
+        assert self.worker.told.get("q/empty_s", 0.0) == self.said
 
 
 class Items(RuleBasedStateMachine):
@@ -134,12 +146,14 @@ class Items(RuleBasedStateMachine):
         for nothing, what, who in moments:
             self.job.meanwhile.extend([lambda: None] * nothing)
             self.job.meanwhile.append(self.moment(what, who, rank))
+        began = self.job.now
         try:
             found = end.queue.get_batch(count, timeout=1.0)
         except QueueTimeout:
             return
         finally:
             self.job.meanwhile.clear()
+            end.has_waited(began)
         end.wanted -= count
         for item in found:
             assert item.value not in self.out, "it was given out before, and somebody has it"
@@ -195,8 +209,18 @@ class Items(RuleBasedStateMachine):
                 for rank in range(2):
                     self.consumers[rank].queue.done()
                 assert [self.items(end).left for end in self.producers.values()] == [0, 0], "items are lost"
+                self.all_close()
         finally:
             self.job.close()
+
+    def all_close(self) -> None:
+        """An end that is closed leaves no connection."""
+        for end in self.producers.values():
+            with suppress(QueueTimeout):
+                end.queue.admit(timeout=1.0)
+        for end in (*self.producers.values(), *self.consumers.values()):
+            end.queue.close()
+            assert not [link for link in self.job.links if link.client is end.worker]
 
 
 TestItems = Items.TestCase
