@@ -244,8 +244,10 @@ class Workers:
         return f"{error.worker} {END}"
 
     def begins(self, turn: Attempt, alone: bool) -> None:
-        """A call begins, as in a worker: all ranks form their group anew, if something has failed in it, once."""
-        self.turns.append(turn)
+        """A call begins, as in a worker: all ranks form their group anew, if something has failed in it, once. Several
+        ranks may be prepared alone in one turn."""
+        if not alone or turn not in self.turns[-1:]:
+            self.turns.append(turn)
         assert [each.attempt for each in self.turns] == [*range(1, len(self.turns) + 1)]
         if not alone:
             met = turn.generation, turn.failed_attempts
