@@ -492,3 +492,14 @@ def test_a_version_is_whole_whatever_happens_at_any_moment(what: str, how: str) 
                 history.blocks_are_lent_to_those_who_hold_them()
     finally:
         history.teardown()
+
+
+def test_a_neighbour_that_hangs_costs_no_time_after_the_deadline() -> None:
+    history = Channel()
+    try:
+        history.begins()
+        history.all_publish(True, 2)
+        history.receives(1, "copy", None, TIMEOUT)
+        history.receives(2, "copy", 1, NEIGHBOR_ANSWER_TIMEOUT / 2)
+    finally:
+        history.teardown()
