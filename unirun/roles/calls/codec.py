@@ -15,7 +15,6 @@ import marshal
 import pickle
 import re
 import struct
-import sys
 import traceback
 from collections.abc import Callable
 from functools import lru_cache
@@ -41,9 +40,10 @@ MAX_HEAD = MAX_FRAME_HEAD - (1 << 24)
 
 
 def _is_tensor(value: Any) -> bool:
-    """Return True for a tensor, of which there is none where torch is not imported: it takes long, and many callers
-    send none."""
-    return type(value) is getattr(sys.modules.get("torch"), "Tensor", None)
+    """Return True for a tensor, which is known by name: the import of torch takes long, and many callers send none. In a
+    fork of a spawner torch appears as not imported even where a preloaded module makes tensors."""
+    kind = type(value)
+    return kind.__name__ == "Tensor" and kind.__module__ == "torch"
 
 
 class _Pickler(pickle.Pickler):

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import EncodingError
 from unirun.roles.calls import codec
 from unirun.roles.calls.codec import INLINE, dump, load
@@ -84,6 +85,31 @@ def test_only_the_elements_of_a_view_are_sent() -> None:
     head, buffers = dump(storage[:10], "a small view")
     assert len(head) < 1000
     assert buffers == ()
+
+
+@pytest.mark.starts_processes
+def test_a_tensor_of_a_preloaded_module_is_one_though_torch_appears_as_not_imported() -> None:
+    program = """
+        import sys
+        from unirun.launcher.preloaded import PreloadedModules
+        modules = PreloadedModules()
+        modules.load("torch")
+        from torch import zeros
+        from unirun.roles.calls.codec import dump
+        modules.in_fork(lambda: None)
+        assert "torch" not in sys.modules
+        head, buffers = dump(zeros(1 << 20)[:1000], "a view")
+        assert len(head) < 1000, len(head)
+        assert [buffer.nbytes for buffer in buffers] == [4000]
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_TIMEOUT,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("count", [INLINE // 4 - 1, INLINE // 4, INLINE // 4 + 1, 1 << 16])
