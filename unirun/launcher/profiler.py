@@ -42,14 +42,14 @@ BOOTSTRAP = re.compile(r"unirun/launcher/|<frozen runpy>")
 
 
 class WorkerProfile:
-    """The profile that is under way in this process. The main thread makes it, and is told to end it by `signum`, with
-    the request in the file `path`."""
+    """The profile that is under way in this process, which is written to `folder`. The main thread makes it, and gets
+    `signum` when it has to end it, once the others were sampled."""
 
-    def __init__(self, path: Path, seconds: float, signum: int) -> None:
-        self._path, self._seconds, self._signum = path, seconds, signum
+    def __init__(self, folder: Path, seconds: float, signum: int) -> None:
+        self._folder, self._seconds, self._signum = folder, seconds, signum
         self._recorder: Any = None
         self._problem = ""
-        self._ended = threading.Event()
+        self._sampled, self._ended = threading.Event(), threading.Event()
 
     def begin(self) -> None:
         """Start torch's profiler, and the thread that does the rest."""
@@ -72,8 +72,8 @@ class WorkerProfile:
         threading.Thread(target=self._run, name=PROFILE_THREAD, daemon=True).start()
 
     def end(self) -> None:
-        """End torch's profiler, in the thread that has started it."""
-        if self._recorder is None or self._ended.is_set():
+        """End torch's profiler, in the thread that has started it, if it is time to."""
+        if self._recorder is None or not self._sampled.is_set() or self._ended.is_set():
             return
         try:
             self._recorder.__exit__(None, None, None)
@@ -84,23 +84,22 @@ class WorkerProfile:
     def _run(self) -> None:
         global _profile
         counts = sampled(self._seconds)
+        self._sampled.set()
         if self._recorder is not None:
-            atomic.replace(self._path, "profile=0")
             main = threading.main_thread().ident
             if main is not None:
                 signal.pthread_kill(main, self._signum)
             if not self._ended.wait(END_TIMEOUT):
                 self._problem = f"its main thread was in native code for {END_TIMEOUT:g} s after the profile"
-        folder = self._path.parent
         # A full disk, or a worker that ends, costs the profile and nothing else.
         with contextlib.suppress(OSError):
             if not self._problem:
-                draft = folder / f"draft.{TRACE}"
+                draft = self._folder / f"draft.{TRACE}"
                 self._recorder.export_chrome_trace(str(draft))
-                atomic.replace(folder / TRACE, gzip.compress(draft.read_bytes(), 3))
+                atomic.replace(self._folder / TRACE, gzip.compress(draft.read_bytes(), 3))
                 draft.unlink()
             result = {"stacks": counts, "without_trace": self._problem}
-            atomic.replace(folder / PROFILE, json.dumps(result))
+            atomic.replace(self._folder / PROFILE, json.dumps(result))
         _profile = None
 
 
@@ -138,11 +137,15 @@ _profile: WorkerProfile | None = None
 """The profile of this process; None without one."""
 
 
-def profile(path: Path, seconds: float, signum: int) -> None:
-    """Begin a profile, or (0 seconds) end torch's part of the one that is under way. For the handler of a signal."""
+def profile(folder: Path, seconds: float, signum: int) -> None:
+    """Begin a profile, unless one is under way. For the handler of a signal."""
     global _profile
-    if seconds > 0 and _profile is None:
-        _profile = WorkerProfile(path, seconds, signum)
+    if _profile is None:
+        _profile = WorkerProfile(folder, seconds, signum)
         _profile.begin()
-    elif seconds == 0 and _profile is not None:
+
+
+def end_profile() -> None:
+    """End torch's part of the profile that is under way, if it is time to. For the handler of a signal."""
+    if _profile is not None:
         _profile.end()

@@ -3,13 +3,14 @@
 
 The agent writes the request to a file in the worker's directory, and sends a signal. The handler is Python's, so the
 worker answers as soon as the main thread executes Python code: not while it is in a call of native code. Each request
-has its own file, as signals that come meanwhile are one.
+has its own file, as signals that come meanwhile are one. A worker sends the signal to itself at the end of a profile.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -27,6 +28,9 @@ REQUEST_SIGNAL = signal.SIGRTMAX - 3
 
 REQUEST = "request."
 """The begin of the name of a file with a request, such as ``exit=3``. They are taken in the order of the names."""
+
+
+PROFILER = "unirun.launcher.profiler"
 
 
 def send_request(pid: int, folder: str, text: str) -> str:
@@ -48,6 +52,9 @@ def await_requests(environ: Mapping[str, str]) -> None:
 
 
 def _take(folder: Path, _signum: int, frame: FrameType | None) -> None:
+    # It is imported by the first profile.
+    if (profiler := sys.modules.get(PROFILER)) is not None:
+        profiler.end_profile()
     with ExitStack() as rest:
         # An error that a request raises is for the user's code, and those behind it are answered before.
         for path in sorted(folder.glob(f"{REQUEST}*"), reverse=True):
@@ -78,7 +85,7 @@ def _answer(folder: Path, text: str, frame: FrameType | None) -> None:
     if what == "profile":
         from unirun.launcher.profiler import profile
 
-        profile(folder / f"{REQUEST}end", float(amount), REQUEST_SIGNAL)
+        profile(folder, float(amount), REQUEST_SIGNAL)
         return
     report(f"unirun: the fault {text} is injected")
     match what:

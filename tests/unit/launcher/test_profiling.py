@@ -3,40 +3,48 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gzip
 import json
+import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 import torch
 from msgspec.structs import replace
 
 from tests.unit.launcher.agent import worker
+from tests.unit.launcher.instant_loop import InstantLoop
 from tests.waiting import eventually, eventually_async
 from unirun.launcher import profiler, profiling
 from unirun.launcher.events import AgentState
 from unirun.launcher.profiler import PROFILE, TRACE, folded, sampled
 from unirun.launcher.profiling import PROFILE_POLL_INTERVAL, Profiling, counts_in
+from unirun.launcher.requests import REQUEST_SIGNAL, await_requests, send_request
 from unirun.wire.messages import Profile
 from unirun.wire.reports import Message, Profiled
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """The folder of this process as a worker, which answers SIGUSR2."""
+    """The folder of this process as a worker, which answers requests."""
 
-    def take(*_signal: object) -> None:
-        what, _, seconds = (tmp_path / "request").read_text().partition("=")
-        assert what == "profile"
-        profiler.profile(tmp_path / "request", float(seconds), signal.SIGUSR2)
-
-    before = signal.signal(signal.SIGUSR2, take)
+    environ = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    before = signal.getsignal(REQUEST_SIGNAL)
+    await_requests(environ)
     yield tmp_path
-    signal.signal(signal.SIGUSR2, before)
+    signal.signal(REQUEST_SIGNAL, before)
+
+
+def ask(folder: Path, seconds: float) -> None:
+    """Ask this process for a profile."""
+    assert send_request(os.getpid(), str(folder), f"profile={seconds}") == ""
 
 
 def test_a_stack_is_folded_by_functions_and_the_last_part_of_their_paths() -> None:
@@ -45,8 +53,7 @@ def test_a_stack_is_folded_by_functions_and_the_last_part_of_their_paths() -> No
 
 
 def test_a_worker_records_operators_and_samples_its_threads_while_it_goes_on(folder: Path) -> None:
-    (folder / "request").write_text("profile=0.3")
-    signal.raise_signal(signal.SIGUSR2)
+    ask(folder, 0.3)
     numbers, steps = torch.rand(64, 64), 0
 
     def written() -> bool:
@@ -69,15 +76,30 @@ def test_a_worker_records_operators_and_samples_its_threads_while_it_goes_on(fol
 
 
 def test_a_profiler_of_the_program_is_left_alone(folder: Path) -> None:
-    (folder / "request").write_text("profile=0.05")
     with torch.profiler.profile() as own:
-        signal.raise_signal(signal.SIGUSR2)
+        ask(folder, 0.05)
         torch.rand(8).sum()
         eventually(lambda: (folder / PROFILE).exists(), "the profile is written")
     assert "aten::sum" in {each.name for each in own.events()}
     result = json.loads((folder / PROFILE).read_bytes())
     assert result["without_trace"] == "the program has started torch's profiler itself"
     assert not (folder / TRACE).exists()
+    eventually(lambda: profiler._profile is None, "the next one may begin")
+
+
+def test_a_full_disk_costs_a_profile_and_nothing_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    ask(folder, 0.2)
+    eventually(lambda: profiler._profile is not None, "it has begun")
+    monkeypatch.setattr(profiler, "atomic", SimpleNamespace(replace=full))
+    eventually(lambda: profiler._profile is None, "the next one may begin")
+    assert not torch._C._autograd._profiler_enabled()
+    assert not (folder / PROFILE).exists()
+    monkeypatch.undo()
+    ask(folder, 0.05)
+    eventually(lambda: (folder / PROFILE).exists(), "the next one is written")
     eventually(lambda: profiler._profile is None, "the next one may begin")
 
 
@@ -103,6 +125,30 @@ def test_stacks_of_py_spy_are_without_the_start_of_the_worker_and_the_sampling_t
         "no samples\n"
     )
     assert counts_in(text) == {"MainThread;<module> (train.py:1);step (train.py:4)": 8}
+
+
+@pytest.mark.parametrize("seconds", [1.0, 120.0])
+@pytest.mark.parametrize("late", [-1.0, 1.0])
+def test_a_profile_is_waited_for_as_long_as_it_lasts_and_a_while(
+    seconds: float, late: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = worker(1, "actor", 1)
+    found = replace(found, pid=77, request=replace(found.request, logs=str(tmp_path)))
+    (tmp_path / found.request.folder).mkdir(parents=True)
+    loop, told = InstantLoop(), list[Message]()
+    monkeypatch.setattr(profiling, "send_request", lambda *_: "")
+    monkeypatch.setattr(profiling, "py_spy", lambda: None)
+    monkeypatch.setattr(profiling, "time", SimpleNamespace(monotonic=loop.time))
+    profiles = Profiling(lambda: AgentState("n0", workers={1: found}), told.append)
+    result = json.dumps({"stacks": {"MainThread;work": 3}, "without_trace": "no torch"})
+    written = tmp_path / found.request.folder / PROFILE
+    loop.call_later(seconds + profiling.PROFILE_TIMEOUT + late, written.write_text, result)
+    loop.run_until_complete(profiles.profile(Profile("actor", 1, seconds, 7)))
+    loop.end()
+    problem = "its main thread is not in Python code; unirun stacks shows where it is"
+    assert told == [
+        Profiled(7, (("MainThread;work", 3),), "no torch") if late < 0 else Profiled(7, problem=problem)
+    ]
 
 
 def test_profiles_of_a_rank_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
