@@ -128,12 +128,8 @@ class HeartbeatMonitor:
         stream.send(Heartbeat(now, self._echoes.age(now, self._term.renewed, nodes, here)))
 
     def follow(self, watcher: Stream) -> None:
-        """A command has sent a beat. It gets some, until it is silent for `OWNER_TIMEOUT`."""
+        """A command has sent a beat. It gets some, until it is silent for `OWNER_TIMEOUT`, or gone for so long."""
         self._watchers[watcher] = self._running_time()
-
-    def leave(self, watcher: Stream) -> None:
-        """A command is gone."""
-        self._watchers.pop(watcher, None)
 
     def after(self, delay: float, event: Event, apply: Callable[[Event], object]) -> None:
         """Apply `event` in `delay` seconds. If nodes have to join in that time, it does not count while this master

@@ -675,7 +675,6 @@ class Master:
         finally:
             self._watchers.discard(stream)
             self._questions.leave(stream)
-            self._beats.leave(stream)
             if self._state.owned:
                 self._owner_left(stream)
 
