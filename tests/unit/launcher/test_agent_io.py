@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import cast
 
@@ -32,9 +33,12 @@ from tests.unit.simulated_loop import SimulatedLoop
 from unirun.errors import WireError
 from unirun.failover.draft import addresses_of
 from unirun.launcher import agent as agent_module
+from unirun.launcher import notes
 from unirun.launcher.agent import Agent, EarlySpawners
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import Launch, Order, Worker
+from unirun.launcher.notes import PERHAPS, Kills
+from unirun.launcher.orders import PortBook
 from unirun.launcher.warm.borrowing import Borrowed
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import create_job
@@ -44,7 +48,7 @@ from unirun.wire.address import UnixAddress
 from unirun.wire.aio import Stream, StreamServer, connect
 from unirun.wire.credentials import load_credentials
 from unirun.wire.handshake import new_token
-from unirun.wire.messages import AgentTask, Hello, RoleView, View, WorkerView
+from unirun.wire.messages import AgentTask, Hello, Reserve, RoleView, View, WorkerView
 from unirun.wire.reports import (
     Borrow,
     Forked,
@@ -183,6 +187,11 @@ class AgentIo(RuleBasedStateMachine):
         self.patch.setattr(os, "killpg", lambda pid, signum: self.killed.update((pid,)))
         # It would kill what other tests of this process have started.
         self.patch.setattr(agent_module, "kill_children", lambda keep: None)
+        # Processes that the kernel has killed for lack of memory, on this host.
+        self.oom = 0
+        for module in (agent_module, notes):
+            self.patch.setattr(module, "kills_so_far", lambda: Kills(None, self.oom))
+        self.patch.setattr(notes, "_log", lambda: None)
         self.loop = SimulatedLoop()
         job, self.lock = create_job("run-1", new_token())
         self.job = FullDisk(job.path)
@@ -216,6 +225,7 @@ class AgentIo(RuleBasedStateMachine):
             self.agent._refused,
         )
         self.agent._background(self.agent._follow_masters())
+        self.agent._background(self.agent._sample())
         if borrowed:
             told, self.tells = os.pipe()
             sock, self.spawner = await pair()
@@ -269,6 +279,47 @@ class AgentIo(RuleBasedStateMachine):
             del self.workers[number], self.pids[number]
             self.spawner.stream.send(Reaped(number, 0.0, 1, None))
             self.loop.passes()
+
+    @rule(rank=RANKS, late=st.booleans())
+    def the_kernel_kills_a_worker_for_lack_of_memory(self, rank: int, late: bool) -> None:
+        """A sample may be taken between the kill and the news of it."""
+        number = self._alive(rank)
+        if number is not None and self.spawner is not None:
+            self.oom += 1
+            if late:
+                self.loop.passes(SPEC.sample_interval)
+            who = self.workers.pop(number).who
+            del self.pids[number]
+            self.spawner.stream.send(Reaped(number, 0.0, None, 9))
+            self.loop.passes()
+            end = self.agent._state.ended[who].exit
+            assert end is not None
+            assert end.note == PERHAPS
+            # It is no reason for the end of another one after some samples.
+            self.loop.passes(3 * SPEC.sample_interval)
+
+    @rule(rank=RANKS, ready=st.booleans(), taken=st.booleans())
+    def a_worker_ends_and_its_port_may_be_taken(self, rank: int, ready: bool, taken: bool) -> None:
+        """Then it gets another port, if it was to be asked whether it is ready, and was not yet."""
+        self.a_worker_is_launched(rank, probed=True, forked=True)
+        if ready:
+            self.time_passes(rank, 0.1)
+        number = self._alive(rank)
+        if number is None or self.spawner is None:
+            return
+        worker = self.agent._state.workers[number]
+        self.agent._reserve(Reserve("web", (rank,)))
+        (port,) = self.agent._ports.place("web", rank, 1).ports
+        with socket.create_server(("127.0.0.1", port)) if taken else nullcontext():
+            del self.workers[number], self.pids[number]
+            self.spawner.stream.send(Reaped(number, 0.0, None, 9))
+            self.loop.passes()
+        end = self.agent._state.ended[worker.who].exit
+        assert end is not None
+        assert end.taken == (taken and worker.ready is not None and not worker.was_ready)
+        assert not end.note
+        self.agent._ports.close()
+        self.agent._ports = PortBook("127.0.0.1", *SPEC.port_range)
 
     @rule()
     def a_spawner_ends(self) -> None:

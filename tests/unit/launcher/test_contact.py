@@ -7,13 +7,14 @@ import contextlib
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from tests.unit.rendezvous.fake_master import FakeJob
 from tests.unit.wire.endpoints import NODE, Endpoint, fail_on_refusal
-from tests.waiting import WAIT_TIMEOUT
+from tests.waiting import WAIT_TIMEOUT, eventually_async
 from unirun.errors import ConnectionLost, RendezvousError
 from unirun.failover import silence, takeover
 from unirun.launcher import contact as contacts
@@ -24,7 +25,7 @@ from unirun.rendezvous import masters
 from unirun.rendezvous.creation import create_job
 from unirun.rendezvous.election import Leader, campaign, is_marked, job_prefix, silent_key
 from unirun.rendezvous.masters import Masters, Vacant, call_master
-from unirun.rendezvous.store.protocol import Put
+from unirun.rendezvous.store.protocol import Put, clock
 from unirun.wire.address import UnixAddress
 from unirun.wire.aio import Stream, StreamServer, connect
 from unirun.wire.certificates import make_tls
@@ -68,12 +69,15 @@ class ContactHarness:
             server = StreamServer(
                 self.endpoint.listen(), self.endpoint.credentials, self.serve, lambda *_: None
             )
-            async with asyncio.timeout(WAIT_TIMEOUT):
-                await play()
-            for task in self.tasks:
-                task.cancel()
-            self.contact.close()
-            server.close()
+            try:
+                async with asyncio.timeout(WAIT_TIMEOUT):
+                    await play()
+            finally:
+                for task in self.tasks:
+                    task.cancel()
+                # The kernel would kill this process.
+                self.contact.close()
+                server.close()
 
         asyncio.run(main())
 
@@ -248,6 +252,45 @@ def test_an_agent_without_the_store_goes_on_while_the_heads_agent_lets_it_in(
         stream.abort()
 
     harness.run(play)
+
+
+@pytest.mark.parametrize("where", ["store", "head"])
+def test_a_sign_counts_from_the_beginning_of_the_look_for_it(
+    harness: ContactHarness, where: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look may take long, and the node may be given up meanwhile."""
+    if where == "head":
+        request.getfixturevalue("away")
+    window = 1.0 if where == "head" else 0.6
+    monkeypatch.setattr(fences, "FENCE_TIMEOUT", 1.0)
+    monkeypatch.setattr(fences, "UNMARKED_SECONDS", 0.6)
+    now = clock()
+    monkeypatch.setattr(contacts, "clock", lambda: now)
+    looks: list[tuple[float, float]] = []
+
+    def look(*_: object) -> bool:
+        nonlocal now
+        looks.append((now, harness.contact._fence.until))
+        now += 0.2
+        return where == "head"
+
+    async def let_in(*_: object) -> bool:
+        return look()
+
+    monkeypatch.setattr(contacts, "is_marked", look)
+    monkeypatch.setattr(contacts, "_lets_in", let_in)
+
+    async def play() -> None:
+        nonlocal now
+        stream = await harness.stream()
+        harness.begin(stream)
+        now += 0.7
+        await eventually_async(lambda: len(looks) > 3)
+        stream.abort()
+
+    harness.run(play)
+    for (began, _), (_, until) in pairwise(looks):
+        assert until == pytest.approx(began + window)
 
 
 def test_the_heads_agent_lets_nobody_in_while_a_master_accepts(away: Endpoint) -> None:

@@ -20,12 +20,15 @@ from unirun.launcher.events import (
     LinkClosed,
     LinkMessage,
     Phase,
+    Probed,
     SpawnerDown,
+    TimerExpired,
     ToMaster,
 )
 from unirun.wire.messages import Hello, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
     Forked,
+    MasterReply,
     MasterRequest,
     Reaped,
     SpawnerReady,
@@ -46,6 +49,11 @@ class RandomHistory:
         self.launched: set[tuple[str, int, int]] = set()
         self.ended: list[tuple[str, int, int]] = []
         self.timers: list[Event] = []
+        self.asks: set[tuple[int, int]] = set()
+        """The requests of workers to the master that are not answered, by worker and number."""
+        self.ready: dict[int, tuple[bool, float]] = {}
+        """The readiness of programs, and the time since which they have it."""
+        self.time = 0.0
         self.left = False
 
     def feed(self, event: Event | Instruction) -> None:
@@ -53,7 +61,19 @@ class RandomHistory:
             for one in event.workers:
                 self.incarnations[one.who[:2]] = one.who.incarnation
                 self.launched.add(one.who)
+        before = self.agent.state
         self.agent.on(event)
+        match event:
+            case LinkMessage(number, MasterRequest(ask)):
+                self.asks.add((number, ask))
+            case MasterReply(who, ask):
+                self.asks -= {(w.id, ask) for w in before.workers.values() if w.who == who}
+            case Probed(number, time=time):
+                if (health := self.agent.state.workers[number].health) is not None:
+                    since = self.ready.get(number)
+                    kept = since is not None and since[0] == health.ready
+                    self.ready[number] = since if kept and since else (health.ready, time)
+                    assert (health.ready, health.since) == self.ready[number]
         if isinstance(event, StopWorkers):
             asked = [self.agent.state.find(event.role, rank) for rank in event.ranks]
             ends = [one is None or one.sent is not None or one.cause == "hung" for one in asked]
@@ -61,6 +81,8 @@ class RandomHistory:
         for command in self.agent.commands:
             if isinstance(command, ToMaster) and isinstance(command.message, WorkerExited):
                 self.ended.append(command.message.worker)
+                if command.message.code == 0 and command.message.cause == "own":
+                    assert not command.message.note, "a worker has succeeded, and is said to have failed"
             elif isinstance(command, CallLater):
                 self.timers.append(command.event)
             elif isinstance(command, Leave):
@@ -73,7 +95,8 @@ class RandomHistory:
         alive = {w.who for w in self.agent.state.workers.values()}
         assert not alive & set(self.ended), "a worker has ended and is kept"
         assert alive | set(self.ended) == self.launched, "a worker was forgotten"
-        assert {asker for asker, _ in self.agent.state.asks} <= self.agent.state.workers.keys()
+        self.asks = {ask for ask in self.asks if ask[0] in self.agent.state.workers}
+        assert self.agent.state.asks.keys() == self.asks, "a request is forgotten, or asked again"
 
     def launch(self) -> Launch | None:
         role = self.rng.choice(["actor", "rollout"])
@@ -116,7 +139,11 @@ class RandomHistory:
                 LinkClosed(one.id),
                 Hung(one.id, "hangs"),
             ]
-            choices.append(LinkMessage(one.id, MasterRequest(rng.randrange(100), "load_state")))
+            choices.append(LinkMessage(one.id, MasterRequest(rng.randrange(3), "load_state")))
+            choices.append(MasterReply(one.who, rng.randrange(3)))
+            choices.append(TimerExpired(one.pid or 0, one.pid or 0, ("batch",), KILL))
+            self.time += 1.0
+            choices.append(Probed(one.id, rng.random() < 0.5, rng.choice(["no", "never"]), self.time))
         if self.timers:
             choices.append(self.timers.pop(rng.randrange(len(self.timers))))
         return rng.choice(choices)

@@ -188,6 +188,13 @@ class TestTheSampler:
         counts["0"] = 7
         sampling.look(104.0)
         assert progress_of(WHO, read_page(number)).waits == ()
+
+        # A group ends, another one begins to count.
+        for groups, begun in (({}, 8), ({"1": 3}, 11), ({"1": 3, "2": 1}, 12), ({"1": 3}, 13)):
+            counts.clear()
+            counts.update(groups)
+            sampling.look(105.0)
+            assert read_page(number).collectives == begun
         os.close(number)
 
     def test_without_a_time_out_it_looks_rarely_and_again_while_the_rank_waits(
@@ -373,6 +380,9 @@ class TestTheAgent:
             for tenth in range(1, 16):
                 watch.look(now + tenth / 10)
             assert told == [Late("n0", "actor"), Late("n0", "actor")]
+            watch.led()
+            watch.look(now + 1.6)
+            assert len(told) == 3, "another master is not told"
             watch.close()
             page.fields.release()
 

@@ -55,6 +55,14 @@ def listener(stack: ExitStack, port: int, host: str = HOST) -> socket.socket:
 
 
 class TestPlaces:
+    @pytest.mark.parametrize("first", range(4))
+    @pytest.mark.parametrize("count", [2, 6, 8])
+    def test_places_are_found_for_each_port_of_any_range(self, low: int, first: int, count: int) -> None:
+        with ExitStack() as stack:
+            whole = book(stack, low + first, count)
+            ports = [port for rank in range(count) for port in whole.place("actor", rank, 1).ports]
+            assert sorted(ports) == [*range(low + first, low + first + count)]
+
     def test_places_have_as_many_ports_as_were_asked_for_in_the_range(
         self, stack: ExitStack, low: int
     ) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import json
 
 from tests.unit.launcher.doctor.sample_reports import FACTS
 from unirun.errors import RendezvousError
+from unirun.launcher.doctor import examine as examining
 from unirun.launcher.doctor.examine import ProbeClient, examine, here
-from unirun.launcher.doctor.judge import Examination, JobResult, broken_links
+from unirun.launcher.doctor.judge import Examination, HostReport, JobResult, broken_links
 from unirun.launcher.doctor.probe import Inspect, Inspected, PortOpened
 from unirun.launcher.hostlist import Host
 from unirun.wire.messages import Dismissed
@@ -125,3 +130,42 @@ def test_hosts_of_one_network_work_together() -> None:
     assert [host.shared for host in found.hosts] == [("cwd", "home"), ("cwd", "home")]
     [reduced] = found.all_reduces
     assert (reduced.hosts, reduced.problems) == (("h1", "h2"), {})
+
+
+class Far:
+    """A host whose clock is `ahead` by so many seconds, in simulated time: each question and each answer takes its time."""
+
+    def __init__(self, ahead: float, trips: list[tuple[float, float]]) -> None:
+        self.now, self._ahead, self._trips = 1000.0, ahead, trips
+        self._asked = 0
+
+    def time(self) -> float:
+        return self.now
+
+    async def ask(self, *_: Any) -> Inspected:
+        there, back = self._trips[self._asked % len(self._trips)]
+        self._asked += 1
+        self.now += there
+        answer = Inspected(FACTS, self.now + self._ahead)
+        self.now += back
+        return answer
+
+
+TRIPS = st.tuples(st.floats(0.001, 0.5), st.floats(0.001, 0.5))
+
+
+@given(st.floats(-60.0, 60.0), st.lists(TRIPS, min_size=1, max_size=examining.TICKS))
+def test_the_clock_of_a_host_is_known_within_its_uncertainty_by_the_soonest_answer(
+    ahead: float, trips: list[tuple[float, float]]
+) -> None:
+    far = Far(ahead, trips)
+    examiner = examining._Examiner([Host("h1", "h1")], lambda _: [])
+    examiner._reports["h1"] = HostReport("h1", FACTS)
+    examiner._channels["h1"] = far  # type: ignore[assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(examining, "time", SimpleNamespace(time=far.time, perf_counter=far.time))
+        asyncio.run(examiner.read_clocks())
+    clock = examiner.found.hosts[0].clock
+    assert clock is not None
+    assert clock.uncertainty == pytest.approx(min(map(sum, trips)) / 2)
+    assert abs(clock.offset - ahead) <= clock.uncertainty + 1e-6

@@ -12,14 +12,18 @@ from queue import Queue
 import pytest
 from msgspec.structs import replace
 
+from tests.unit.failover.job import Job
 from tests.unit.rendezvous.fake_master import FakeJob
 from tests.waiting import WAIT_TIMEOUT
+from unirun.failover.context import ContextStore
 from unirun.launcher.foreground import session as session_module
 from unirun.launcher.foreground.console import Console
 from unirun.launcher.foreground.session import JobFollower, StopRequests
 from unirun.launcher.local import RunningJob
 from unirun.rendezvous import election
+from unirun.rendezvous.election import campaign, job_prefix
 from unirun.spec.job import Entry, JobSpec, RoleSpec
+from unirun.wire.address import UnixAddress
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Attach, Ended, RoleChanged, Stop
 from unirun.wire.reports import Message
@@ -114,6 +118,20 @@ async def shown(following: JobFollower, roles: int) -> None:
     async with asyncio.timeout(WAIT_TIMEOUT):
         while len(following._display.roles) < roles or following._master is None:
             await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_end_of_a_job_in_the_store_is_not_that_of_another_one_with_its_id(
+    fake_job: FakeJob, own: bool
+) -> None:
+    run_id = fake_job.job_dir.run_id
+    term = campaign(fake_job.store, job_prefix(run_id), UnixAddress("/m", "h"), 7, ttl=60.0)
+    assert term is not None
+    state = Job({"actor": 1}).running().exits("actor", 0).state
+    state = replace(state, uid=fake_job.job_dir.uid if own else "another")
+    ContextStore(fake_job.store, run_id, term).create(state)
+    found = session(fake_job)._state_in_store()
+    assert (found and found.uid) == (fake_job.job_dir.uid if own else None)
 
 
 def test_ctrl_c_sent_to_a_master_that_died_is_sent_again_and_is_not_urgent_then(fake_job: FakeJob) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import pytest
 
 from unirun.launcher.hostlist import Host, parse_hosts
-from unirun.launcher.hosts.connection import explain, for_any_shell, on_host
+from unirun.launcher.hosts.connection import KEPT, RemoteNode, explain, for_any_shell, on_host
 
 SAID = [
     (255, "root@h1: Permission denied (publickey,password).", "ssh-copy-id root@h1"),
@@ -38,6 +39,20 @@ def test_what_is_said_becomes_a_remedy(code: int, errors: str, remedy: str) -> N
 
 def test_a_silent_end_is_told_with_its_code() -> None:
     assert explain(HOST, 3, "").problem == "it ended with exit code 3"
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize("before", [0, KEPT - 1, 3 * KEPT])
+def test_the_last_words_of_a_process_are_told_however_much_it_has_said(before: int) -> None:
+    code = f"import sys; sys.stderr.write('x' * {before} + '\\nPermission denied\\n'); sys.exit(255)"
+
+    async def fail() -> str:
+        remote = await RemoteNode.start(HOST, [sys.executable, "-S", "-c", code])
+        error = await remote.failure()
+        await remote.close()
+        return error.problem
+
+    assert asyncio.run(fail()) == "Permission denied"
 
 
 def test_ssh_never_asks_and_gets_the_target_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:

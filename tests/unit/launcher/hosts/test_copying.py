@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
 import pytest
 
+from tests.unit.conftest import descriptors
 from unirun.launcher.hostlist import Host
+from unirun.launcher.hosts import copying
 from unirun.launcher.hosts.copying import offsets_here, record_hosts, recorded_hosts
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import create_job
@@ -52,3 +55,23 @@ def test_a_copy_goes_on_where_it_ends(home: Path) -> None:
 
 def test_what_masters_of_several_hosts_may_have_written_is_copied_anew(home: Path) -> None:
     assert "events.jsonl" not in offsets_here(copy(None), "h1")
+
+
+def test_of_several_processes_that_would_copy_one_does(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, copies = copy(HEAD), 0
+
+    async def copy_all(*_: object) -> None:
+        nonlocal copies
+        copies += 1
+        # Another one starts meanwhile.
+        if copies < 3:
+            assert await asyncio.to_thread(copying.main, job.run_id, -1) == 0
+
+    monkeypatch.setattr(copying, "_copy_all", copy_all)
+    monkeypatch.setattr(copying, "ignore_signals", lambda: None)
+    assert copying.main(job.run_id, -1) == 0
+    assert copies == 1
+    # Each of these processes would have ended.
+    for number, path in descriptors().items():
+        if path == str(job.lock):
+            os.close(int(number))

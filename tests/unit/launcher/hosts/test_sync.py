@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import io
 import shutil
 import subprocess
@@ -8,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from unirun.launcher.hosts.copying import directories_in, files_of, pack, tree_of
+from unirun.errors import RendezvousError
+from unirun.launcher.hostlist import Host
+from unirun.launcher.hosts import copying
+from unirun.launcher.hosts.copying import directories_in, files_of, pack, send_tree, tree_of
 
 pytestmark = pytest.mark.starts_processes
 
@@ -97,3 +101,27 @@ def test_links_are_sent_as_links(tree: Path) -> None:
     out.seek(0)
     with tarfile.open(fileobj=out) as tar:
         assert [(member.name, member.issym()) for member in tar] == [("latest", True), ("train.py", False)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_hosts_know_this_tree_by_a_mark_that_is_gone_afterwards(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    before, sent = files_of(tree), []
+
+    async def send(host: Host, top: Path, mark: Path, packed: Path) -> None:
+        assert (mark.exists(), mark.parent) == (True, top)
+        with tarfile.open(packed) as tar:
+            sent.append((host.name, tar.getnames()))
+        if fails and host.name == "h2":
+            raise RendezvousError("its disk is full")
+
+    monkeypatch.setattr(copying, "_send", send)
+    hosts = [Host("here", "localhost"), Host("h1", "me@h1"), Host("h2", "h2")]
+    if fails:
+        with pytest.raises(RendezvousError, match="h2: its disk is full"):
+            asyncio.run(send_tree(hosts, tree))
+    else:
+        asyncio.run(send_tree(hosts, tree))
+    assert sorted(sent) == [("h1", before), ("h2", before)]
+    assert files_of(tree) == before

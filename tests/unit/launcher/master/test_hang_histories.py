@@ -57,8 +57,8 @@ class Questions(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.loop.end()
 
-    def asks(self, *, evidence: bool) -> None:
-        self.open, self.evidence, self.asked = dict.fromkeys(NODES), evidence, self.loop.time()
+    def asks(self, now: float, *, evidence: bool) -> None:
+        self.open, self.evidence, self.asked = dict.fromkeys(NODES), evidence, now
         for orders in self.orders.values():
             orders.append(AskProgress("actor", evidence))
 
@@ -68,7 +68,7 @@ class Questions(RuleBasedStateMachine):
             self.loop.wait(QUESTION_INTERVAL + 0.07)
         self.call(self.watch.late, Late("n0", "actor"))
         if self.open is None and self.loop.time() >= self.again:
-            self.asks(evidence=False)
+            self.asks(self.loop.time(), evidence=False)
 
     @rule(node=st.sampled_from(NODES), quiet=QUIET)
     def answer(self, node: str, quiet: float) -> None:
@@ -80,13 +80,22 @@ class Questions(RuleBasedStateMachine):
             if None not in self.open.values():
                 self.decides(self.loop.time())
 
-    @rule()
-    def nobody_answers(self) -> None:
+    @rule(quiet=QUIET, seconds=st.sampled_from([0.41, 0.0]))
+    def all_answer(self, quiet: float, seconds: float) -> None:
+        """Another question may follow before the time of this one is over."""
+        for node in NODES:
+            self.answer(node, quiet)
+        if self.open is None:
+            self.loop.wait(seconds)
+            self.late(pause=False)
+
+    @rule(seconds=st.sampled_from([0.41, ANSWER_TIMEOUT + 0.07]))
+    def nobody_answers(self, seconds: float) -> None:
         """The ranks of nodes that do not answer in time are not judged."""
         for _ in range(2):
             # The sum is at no time the end of a pause.
-            self.loop.wait(ANSWER_TIMEOUT + 0.07)
-            if self.open is not None:
+            self.loop.wait(seconds)
+            if self.open is not None and self.loop.time() >= self.asked + ANSWER_TIMEOUT:
                 self.decides(self.asked + ANSWER_TIMEOUT)
 
     def call(self, function: Any, message: Any) -> None:
@@ -101,7 +110,7 @@ class Questions(RuleBasedStateMachine):
         self.open = None
         hung = judge(ranks, self.limits) if self.limit else {}
         if hung and not self.evidence:
-            self.asks(evidence=True)
+            self.asks(now, evidence=True)
         elif hung:
             self.last = 0.0
             for who, why in hung.items():
@@ -121,6 +130,7 @@ class Questions(RuleBasedStateMachine):
     def all_is_asked_ordered_and_said_once(self) -> None:
         assert {node: agent.got for node, agent in self.agents.items()} == self.orders
         assert self.said == self.words
+        assert bool(self.watch._questions) == (self.open is not None)
 
 
 class QuestionsWithATimeOut(Questions):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.unit.failover.job import Job
+from tests.waiting import WAIT_TIMEOUT, eventually_async
 from unirun.failover.status_views import status_of
 from unirun.launcher.master.shell import StatusFile
 from unirun.observe.jobdir import JobDir
+from unirun.observe.status import JobStatus
 
 
 @pytest.fixture
@@ -54,3 +58,34 @@ def test_a_status_that_cannot_be_written_is_told_and_written_with_the_next_chang
 
     asyncio.run(main())
     assert job_dir.state.is_file()
+
+
+def test_a_change_while_the_status_is_written_is_written_too(job_dir: JobDir) -> None:
+    made: list[str] = []
+
+    async def main() -> None:
+        loop, name = asyncio.get_running_loop(), "first"
+
+        def changes() -> None:
+            nonlocal name
+            name = "second"
+            file.write_soon()
+
+        def snapshot() -> Callable[[], JobStatus]:
+            return partial(make, name)
+
+        def make(name: str) -> JobStatus:
+            if name == "first":
+                changed = threading.Event()
+                loop.call_soon_threadsafe(changes)
+                loop.call_soon_threadsafe(changed.set)
+                assert changed.wait(WAIT_TIMEOUT)
+            made.append(name)
+            return status_of(Job({"actor": 1}).state, {}, {})
+
+        file = StatusFile(job_dir, snapshot, made.append)
+        async with file.kept():
+            file.write_soon()
+            await eventually_async(lambda: "second" in made, "the change is written")
+
+    asyncio.run(asyncio.wait_for(main(), WAIT_TIMEOUT))

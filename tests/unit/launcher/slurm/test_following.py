@@ -102,3 +102,19 @@ def test_a_batch_job_is_followed_to_its_end_or_until_slurm_is_away_for_long(
         assert [now for _, now in cluster.cancelled][-1]
     for when, now in cluster.cancelled:
         assert len([each for each in signals if each <= when]) > now
+
+
+def test_output_of_a_batch_job_is_shown_whole_when_a_pipe_takes_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = b""
+
+    def write(handle: int, data: bytes) -> int:
+        nonlocal shown
+        assert handle == 1
+        shown += data[:3]
+        return len(data[:3])
+
+    monkeypatch.setattr(submit, "os", SimpleNamespace(write=write))
+    Follower(JobDir(tmp_path), "12", quiet=True)._show(b"a line of output\n")
+    assert shown == b"a line of output\n"

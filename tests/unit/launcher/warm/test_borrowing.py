@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,8 +29,10 @@ from unirun.launcher.warm import borrowing
 from unirun.launcher.warm.borrowing import (
     Borrowed,
     Warm,
+    WarmMatch,
     borrow,
     choose,
+    leave_behind,
     run_root,
     running,
     some_start,
@@ -190,6 +192,24 @@ class TestThoseThatRun:
         (lives("b", None) / DESCRIPTION).write_text("no JSON")
         assert running() == []
         assert choose(WANT).against == ("no warm process runs (unirun warm)",)
+
+
+@pytest.mark.parametrize("there", range(borrowing.MAX_LEFT_PROCESSES + 1))
+def test_jobs_leave_what_was_missing_up_to_a_number(
+    there: int, lives: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNIRUN_WARM", "1")
+    for number in range(there):
+        lives(f"old{number}", described())
+    started: list[Path] = []
+
+    def start(env: object, modules: object, idle: float) -> None:
+        started.append(lives(f"new{len(started)}", described()))
+
+    monkeypatch.setattr(borrowing, "start", start)
+    fits = WarmMatch(WANT, Warm(Path("/"), described()))
+    leave_behind([WarmMatch(WANT, None), fits, *[WarmMatch(WANT, None)] * 5])
+    assert len(started) == min(borrowing.MAX_LEFT_PROCESSES - there, 6)
 
 
 class TestOfSeveral:
@@ -398,6 +418,29 @@ class TestABorrowedSpawner:
             borrowed.wait(0.1)
         assert 0.1 <= time.monotonic() - began < WAIT_TIMEOUT
         os.close(guard)
+
+    @pytest.mark.parametrize("after", [0.0, 1.5, 3.0, None])
+    def test_both_waits_for_a_borrowed_spawner_have_one_time_out(
+        self, after: float | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The guard is gone `after` some seconds, or not at all; the spawner lives."""
+        now = 100.0
+        told, tells = os.pipe()
+        os.close(tells)
+
+        def readable(handle: int, seconds: float) -> bool:
+            nonlocal now
+            ready = handle == told and after is not None and now + seconds >= 100.0 + after
+            now = 100.0 + after if ready and after is not None else now + max(seconds, 0.0)
+            return ready
+
+        monkeypatch.setattr(borrowing, "time", SimpleNamespace(monotonic=lambda: now))
+        monkeypatch.setattr(borrowing, "readable", readable)
+        ours, theirs = socket.socketpair()
+        borrowed = Borrowed(ours, os.pidfd_open(os.getpid()), told)
+        with ours, theirs, contextlib.closing(borrowed), pytest.raises(subprocess.TimeoutExpired):
+            borrowed.wait(2.0)
+        assert now == 102.0
 
     @pytest.mark.starts_processes
     def test_a_borrowed_spawner_may_have_a_descriptor_above_1024(
