@@ -9,7 +9,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.effort import examples
+from unirun.cli import plan
 from unirun.cli.plan import MAX_ROWS, WHOLE, Grid, Tenant, grid, svg, text
 from unirun.collocation import Assignment, Device, Inventory, Node, Placement, parse_fake
 
@@ -137,6 +141,33 @@ def test_nodes_beyond_the_most_are_summed_up() -> None:
     assert len(lines) == 1 + MAX_ROWS + 1
     assert lines[-2].startswith("node39")
     assert lines[-1] == "… 6 more nodes: a:20-21, b:20-21, 4 free slots, 1 spare, 1 excluded"
+
+
+@examples(60)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6)), max_size=8))
+def test_each_node_and_each_free_slot_is_told_once(runs: list[tuple[int, int]]) -> None:
+    """Of nodes that are alike one after another, and of those beyond the most rows, too."""
+    used = [1, *(count for count, times in runs for _ in range(times))]
+    ranks = iter(range(2 * len(used)))
+    placement = placed(
+        *(
+            on("a", next(ranks), f"node{n}", str(slot))
+            for n, count in enumerate(used)
+            for slot in range(count)
+        )
+    )
+    nodes = tuple(Node(f"node{n}", (0,), (Device("0", "H"), Device("1", "H"))) for n in range(len(used)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "WHOLE", 2)
+        patch.setattr(plan, "MAX_ROWS", 3)
+        picture = grid(placement, Inventory(nodes), {"a": "cuda"})
+    number, free = (
+        int(found[1]) if (found := re.search(rf"(\d+) {what}", picture.rest)) else 0
+        for what in ("more nodes", "free slots")
+    )
+    number += sum(1 + len(row.others) for row in picture.rows)
+    free += sum(row.free * (1 + len(row.others)) for row in picture.rows)
+    assert (number, free) == (len(used), 2 * len(used) - sum(used))
 
 
 def test_ranks_without_devices_of_their_own_are_on_places_for_processes() -> None:

@@ -68,14 +68,14 @@ def edit(job: JobDir, old: str, new: str) -> None:
 def test_all_incarnations_are_those_that_have_logs(
     job: JobDir, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    for incarnation in (0, 7):
+    for incarnation in (10, 0, 7):
         folder = job.worker_logs(WorkerId("actor", 1, incarnation))
         folder.mkdir(parents=True)
         (folder / "stdout.log").write_text(f"{incarnation}\n")
     (job.worker_logs(WorkerId("actor", 1, 0)).parent / "9" / "deeper").mkdir(parents=True)
     edit(job, '"incarnation":0', '"incarnation":1000000000000')
     assert run_cli("logs", job.run_id, "--all") == 0
-    assert capfdbinary.readouterr().out == b"[actor:1] 0\n[actor:1] 7\n"
+    assert capfdbinary.readouterr().out == b"[actor:1] 0\n[actor:1] 7\n[actor:1] 10\n"
 
 
 def test_a_large_log_takes_no_memory(job: JobDir, capfdbinary: pytest.CaptureFixture[bytes]) -> None:

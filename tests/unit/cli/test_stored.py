@@ -12,10 +12,10 @@ from msgspec import structs
 
 from tests.unit.cli.in_process import run_cli
 from tests.unit.failover.job import Job
-from unirun.cli.stored import refuse_elsewhere
+from unirun.cli.stored import find_summary, refuse_elsewhere, running_jobs
 from unirun.errors import JobElsewhere
 from unirun.failover.context import ContextStore
-from unirun.failover.state import Exit, Failure, JobState
+from unirun.failover.state import Exit, Failure, JobPhase, JobState
 from unirun.failover.status_views import status_of
 from unirun.observe.status import JobStatus, write_status
 from unirun.rendezvous.creation import create_job
@@ -59,6 +59,14 @@ def local(run_id: str, store: str | None = None) -> str:
 def row(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+def test_a_job_that_has_ended_does_not_run_though_its_master_still_leads(store: Store, url: str) -> None:
+    """It tells its agents and commands of the end."""
+    put(store, running("mine"))
+    put(store, structs.replace(running("done", 200.0), phase=JobPhase.SUCCEEDED, ended=300.0))
+    assert running_jobs(url) == ["mine"]
+    assert find_summary(store, None).run_id == "mine"
 
 
 class TestStatus:

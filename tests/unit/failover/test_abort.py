@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import signal
 
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.effort import examples
 from tests.unit.failover.invariants import check_job
 from tests.unit.failover.job import Job, plain
 from tests.unit.failover.multi_node import gone, nodes
@@ -203,3 +206,39 @@ def test_nothing_that_is_told_of_workers_can_stop_it() -> None:
         ending.on(event)
     (worker,) = ending.state.roles["actor"].workers
     assert worker.phase is not WorkerPhase.EXITED
+
+
+NODES = ("n0", "n1", "n2")
+
+
+@examples(60)
+@given(
+    st.lists(st.tuples(st.sampled_from(["joins", "is lost", "exits"]), st.sampled_from(NODES)), max_size=8)
+)
+def test_it_is_over_when_all_nodes_have_left_or_did_not_come_in_whatever_order(
+    history: list[tuple[str, str]],
+) -> None:
+    ending = Ending(Job({"actor": 3}, inventory=nodes(3, devices=1)).running())
+    away, there = {*NODES}, set[str]()
+
+    def on(event: Event) -> None:
+        if away or there:
+            ending.on(event)
+
+    for what, node in history:
+        if what == "joins" and node in away:
+            on(Join(node, 1, node, {"actor": "h:1"}))
+            away, there = away - {node}, there | {node}
+        elif what == "exits" and node in there:
+            on(WorkerExited(WorkerId("actor", NODES.index(node), 0), 201.0, 0, None, "leaving", 15))
+        elif what == "is lost":
+            on(AgentLost(node, "it left"))
+            away, there = away - {node}, there - {node}
+        assert ({*ending.state.away}, {*ending.state.agents}) == (away, away | there)
+        assert (ending.state.phase in JOB_ENDS) == (not away and not there)
+    on(Due.REJOIN)
+    away.clear()
+    assert ({*ending.state.away}, {*ending.state.agents}) == (away, away | there)
+    for node in sorted(there):
+        on(AgentLost(node, "it left"))
+    assert ending.state.phase is JobPhase.FAILED

@@ -18,7 +18,7 @@ from unirun.collocation import Inventory
 from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT
 from unirun.failover.draft import After, Due
 from unirun.failover.policy import on_this_clock
-from unirun.failover.state import Ranks, RolePhase
+from unirun.failover.state import Ranks, RolePhase, Strike
 from unirun.wire.messages import StartRole, StopWorkers
 from unirun.wire.reports import Notice, OpenStore, StoreOpened
 
@@ -216,9 +216,13 @@ class TestAnotherClock:
         job = Job({"actor": 1})
         role = job.state.roles["actor"]
         workers = Ranks(replace(worker, paid=tuple(paid)) for worker in role.workers)
-        state = replace(job.state, paid=tuple(paid), roles={"actor": replace(role, workers=workers)})
+        strikes = tuple(Strike("actor", 0, "n0", time) for time in paid)
+        state = replace(
+            job.state, paid=tuple(paid), roles={"actor": replace(role, workers=workers)}, strikes=strikes
+        )
         found = on_this_clock(state, now)
         assert found.roles["actor"].workers[0].paid == found.paid
+        assert [strike.time for strike in found.strikes] == pytest.approx(found.paid)
         assert all(time <= now for time in found.paid)
         for before, after in zip(paid, found.paid, strict=True):
             assert after - found.paid[0] == pytest.approx(before - paid[0], abs=1e-3)

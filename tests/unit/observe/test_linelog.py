@@ -44,6 +44,7 @@ def test_a_line_that_was_cut_off_does_not_spoil_the_next_one(tmp_path: Path) -> 
     log.append({"text": "last"})
     log.close()
     assert [each["text"] for each in read_lines(tmp_path / "log")] == ["first", "after", "last"]
+    assert b"\n\n" not in (tmp_path / "log").read_bytes()
 
 
 def test_nor_does_one_that_another_process_has_left(tmp_path: Path) -> None:

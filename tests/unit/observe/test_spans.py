@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from tests.effort import examples
 from unirun.observe import spans
-from unirun.observe.spans import SPANS, Spans, read_spans
+from unirun.observe.spans import SPANS, Spans, TraceSpan, read_spans
 
 
 class Process(SimpleNamespace):
@@ -59,6 +59,17 @@ class History(RuleBasedStateMachine):
     def the_thread_writes(self) -> None:
         self.spans._flush()
 
+    @rule()
+    def a_span_ends_while_the_thread_writes(self) -> None:
+        def make() -> TraceSpan:
+            self.spans_end(1)
+            return TraceSpan("life", name, 1, 2)
+
+        self.number += 1
+        name = f"span {self.number}"
+        self.told.append(name)
+        self.spans.keep(make)
+
     @rule(most=st.sampled_from((1 << 20, 1, 20)))
     def a_write_takes_a_part(self, most: int) -> None:
         self.process.most = most
@@ -73,6 +84,8 @@ class History(RuleBasedStateMachine):
         self.spans._kept[:] = kept
 
     def teardown(self) -> None:
+        # Those that end while it writes for the last time are lost.
+        self.spans._flush()
         self.spans.close()
         atexit.unregister(self.spans.close)
         found = [span.name for span in read_spans(self.folder / SPANS)]

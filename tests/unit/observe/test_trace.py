@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,22 @@ class TestClocks:
         (run,) = [each for each in rows(ahead) if each.get("cat") == "run"]
         assert 0.0 <= run["ts"] <= 10e6
         assert any("clock" in str(each["args"]) for each in rows(ahead) if each["name"] == "process_labels")
+
+    @given(st.permutations([0.0, 1.0, 3.0]), st.floats(-60.0, 60.0))
+    def test_what_is_known_of_it_does_not_depend_on_the_order_of_spans(
+        self, begins: list[float], ahead: float
+    ) -> None:
+        """A span is written when it ends, and those of threads overlap."""
+
+        def found(begins: Sequence[float]) -> Offset:
+            rank = [
+                TraceSpan("life", "x", int((103 + begin + ahead) * S), int((106 - begin + ahead) * S))
+                for begin in begins
+            ]
+            return offsets(EVENTS, {WorkerId("actor", 0, 0): rank}, NODES)["n1"]
+
+        assert found(begins) == found(sorted(begins))
+        assert abs(found(begins).seconds - ahead) <= (found(begins).within or 0.0)
 
     def test_without_an_end_it_is_not_known_how_wrong_it_is(self) -> None:
         assert offsets(EVENTS[:-1], spans(), NODES)["n1"] == Offset(0.0, None)

@@ -34,6 +34,17 @@ def test_a_file_has_a_variable_on_each_line(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "value"),
+    [("A=''", ""), ('A="', '"'), ("A='b\"", "'b\""), ("A=", ""), ("A=\"'b'\"", "'b'"), ("A= b ", " b")],
+)
+def test_quotes_around_a_value_are_no_part_of_it_and_others_are(
+    tmp_path: Path, line: str, value: str
+) -> None:
+    (tmp_path / "env").write_text(f"{line}\n")
+    assert read_env_file(str(tmp_path / "env")) == {"A": value}
+
+
+@pytest.mark.parametrize(
     ("line", "problem"),
     [
         ("word", "line 1 is not NAME=VALUE"),

@@ -7,9 +7,14 @@ import mmap
 import os
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.effort import examples
 from unirun.wire import progress
 from unirun.wire.progress import PAGE_BYTES, PAGE_NAME, Page, Snapshot, open_page, read_page, want_evidence
 
@@ -82,6 +87,93 @@ def test_an_allowance_ends_with_its_block_and_counts_as_progress(page: Page, num
     found = read_page(number)
     assert found.allowed == 0
     assert found.last > before.last
+
+
+class Work(RuleBasedStateMachine):
+    """A worker whose calls, waits and allowances are nested in any way. The reference is what its agent has to read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1_000_000_000
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(progress, "time", SimpleNamespace(monotonic_ns=lambda: self.now))
+        self.number = os.memfd_create(PAGE_NAME)
+        os.ftruncate(self.number, PAGE_BYTES)
+        self.memory = mmap.mmap(self.number, PAGE_BYTES)
+        self.page = Page(self.memory)
+        self.open: list[tuple[AbstractContextManager[None], str, int]] = []
+        self.last, self.calls, self.count = self.now, 0, 0
+        self.step, self.first, self.before = -1, -1, -1
+
+    @rule(seconds=st.sampled_from((0.001, 5.0, 60.0)))
+    def time_passes(self, seconds: float) -> None:
+        self.now += int(seconds * 1e9)
+
+    @rule(seconds=st.sampled_from((10.0, 30.0, float("inf"))))
+    def may_take_its_time(self, seconds: float) -> None:
+        until = self.now + int(seconds * 1e9) if seconds < float("inf") else progress.FOR_EVER
+        self._enters(self.page.allowance(seconds), "allowance", until)
+
+    @rule()
+    def waits(self) -> None:
+        self._enters(self.page.idle(), "idle")
+
+    @rule()
+    def answers(self) -> None:
+        """A call comes to a worker that waits for one."""
+        if self._doing() == "idle":
+            self._enters(self.page.call(), "call")
+            self.last, self.calls = self.now, self.calls + 1
+
+    @rule()
+    def leaves(self) -> None:
+        if self.open:
+            context, kind, _ = self.open.pop()
+            context.__exit__(None, None, None)
+            self.last, self.count = self.now, self.count + (kind == "call")
+
+    @rule(number=st.none() | st.integers(0, 9))
+    def comes_to_a_step(self, number: int | None) -> None:
+        self.page.step(number)
+        number = self.step + 1 if number is None else number
+        if number < self.step:
+            self.before = self.step
+        if number < self.step or self.first < 0:
+            self.first = number
+        self.step, self.last, self.count = number, self.now, self.count + 1
+
+    @rule()
+    def begins_another_piece_of_work(self) -> None:
+        self.page.begin()
+        self.before, self.step, self.first = self.step, -1, -1
+        self.last, self.count = self.now, 0
+
+    def _enters(self, context: AbstractContextManager[None], kind: str, until: int = 0) -> None:
+        context.__enter__()
+        self.open.append((context, kind, until))
+
+    def _doing(self) -> str:
+        return next((kind for _, kind, _ in reversed(self.open) if kind != "allowance"), "")
+
+    @invariant()
+    def the_agent_reads_what_it_does(self) -> None:
+        found = read_page(self.number)
+        assert found.allowed == max((until for *_, until in self.open), default=0)
+        assert bool(found.idle) == (self._doing() == "idle")
+        assert (found.last, found.calls, found.count) == (self.last, self.calls, self.count)
+        assert (found.step, found.first, found.before) == (self.step, self.first, self.before)
+
+    def teardown(self) -> None:
+        while self.open:
+            self.leaves()
+        self.patch.undo()
+        self.page.fields.release()
+        self.memory.close()
+        os.close(self.number)
+
+
+TestWork = Work.TestCase
+TestWork.settings = examples(60)
 
 
 def test_a_text_that_is_too_long_is_left_out(page: Page, number: int) -> None:

@@ -181,6 +181,33 @@ def test_news_that_can_wait_is_written_soon(harness: WriterHarness, monkeypatch:
     run(go())
 
 
+def test_news_that_comes_while_news_is_written_is_written_soon_too(
+    harness: WriterHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "NOTE_DELAY", 0.01)
+    pids = iter(range(8, 12))
+
+    async def go() -> None:
+        loop = asyncio.get_running_loop()
+
+        def tell() -> None:
+            if (pid := next(pids, 0)) != 0:
+                harness.steps("news", harness.job.on(WorkerStarted(WorkerId("actor", 0, 0), pid)).state)
+
+        def interfere() -> None:
+            told = threading.Event()
+            loop.call_soon_threadsafe(tell)
+            loop.call_soon_threadsafe(told.set)
+            assert told.wait(WAIT_TIMEOUT)
+
+        async with harness.writer.working(harness.over):
+            harness.store.interfere = interfere
+            harness.steps("news", harness.job.on(WorkerStarted(WorkerId("actor", 0, 0), 7)).state)
+            await eventually_async(lambda: stored(harness).roles["actor"].workers[0].pid == 11)
+
+    run(go())
+
+
 def test_it_leads_until_all_is_said(harness: WriterHarness) -> None:
     async def go() -> None:
         async with harness.writer.working(harness.over):
