@@ -40,8 +40,8 @@ MAX_HEAD = MAX_FRAME_HEAD - (1 << 24)
 
 
 def _is_tensor(value: Any) -> bool:
-    """Return True for a tensor, which is known by name: the import of torch takes long, and many callers send none. In a
-    fork of a spawner torch appears as not imported even where a preloaded module makes tensors."""
+    """Return True for a tensor, which is known by name: the import of torch takes long, and many callers send none. In
+    a fork of a spawner torch appears as not imported even where a preloaded module makes tensors."""
     kind = type(value)
     return kind.__name__ == "Tensor" and kind.__module__ == "torch"
 
