@@ -291,6 +291,10 @@ def _main_module(module: str) -> ModuleType | None:
 def _working_directory_on_path() -> Iterator[None]:
     """Workers find modules in their working directory, so this process searches there, too."""
     folder = os.getcwd()
+    if folder in sys.path:
+        # As the script's own folder it has a place, before installed packages.
+        yield
+        return
     sys.path.append(folder)
     try:
         yield

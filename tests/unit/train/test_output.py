@@ -97,6 +97,21 @@ def test_on_a_terminal_each_rank_has_one_line_below_what_else_is_written(
     assert sys.stderr is screen
 
 
+@pytest.mark.parametrize("end", ["[worker:0] 100%\n", "[worker:0] \r"])
+def test_bars_are_drawn_one_after_another(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    screen, clock = Terminal(), Clock()
+    monkeypatch.setattr(sys, "stderr", screen)
+    output = RankOutput(clock)
+    for name in ("first", "second", "third"):
+        clock.time += 1
+        output.show("stderr", bar(0, f"{name} 10%"))
+        assert f"{name} 10%" in screen.getvalue()
+        output.show("stderr", end)
+        assert sys.stderr is screen, "no bar is left"
+    output.close(1.0)
+
+
 def test_a_stdout_that_is_a_file_gets_its_lines_while_bars_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     screen, file = Terminal(), io.StringIO()

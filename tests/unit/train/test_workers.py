@@ -5,12 +5,18 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from unirun.errors import TrainingFailed
+from unirun.train.losses import LIMIT
 from unirun.train.setup import Setup
 from unirun.train.workers import Workers, shutdown_after
+from unirun.wire.messages import RoleView, WorkerView
 
 
 class Faulty(io.StringIO):
@@ -29,6 +35,30 @@ class Calls:
 
     def close(self) -> None:
         self.closed += 1
+
+
+class Ranks:
+    """The peers of a trainer, and the process of its job: each look at the peers sees the next view of them."""
+
+    def __init__(self, *views: tuple[str, tuple[int, ...]]) -> None:
+        """A view: the phase of all workers, and their incarnations."""
+        self.peers = self
+        self._views = [*views]
+
+    def view(self, role: str) -> RoleView:
+        phase, incarnations = self._views[0]
+        workers = tuple(WorkerView(rank, each, phase, {}) for rank, each in enumerate(incarnations))
+        return RoleView(role, len(workers), 0, "", "running" if phase == "serving" else "forming", workers)
+
+    def wait_for(self, condition: Callable[[], bool], timeout: float) -> bool:
+        while not condition():
+            if len(self._views) == 1:
+                return False
+            self._views.pop(0)
+        return True
+
+    def poll(self) -> int | None:
+        return None if self._views[0][0] != "ended" else 0
 
 
 @pytest.fixture
@@ -63,6 +93,33 @@ class TestWhatWorkersWrite:
         monkeypatch.setattr(sys, "stdout", out)
         workers._pass_on(pipe, "stdout")
         assert (pipe.closed, out.getvalue()) == (True, "one\n")
+
+
+@given(
+    st.tuples(st.integers(0, 2 * LIMIT), st.integers(0, 2 * LIMIT)),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=4),
+    st.sampled_from(["serving", "starting", "ended"]),
+)
+def test_ranks_that_come_back_are_waited_for_unless_one_ends_as_often_as_it_starts(
+    first: tuple[int, int], more: list[tuple[int, int]], end: str
+) -> None:
+    """Those of a wait before do not count: a trainer has many."""
+    seen = [first]
+    for rise in more:
+        seen.append((seen[-1][0] + rise[0], seen[-1][1] + rise[1]))
+    ranks: Any = Ranks(*(("starting", each) for each in seen), (end, seen[-1]))
+    workers = Workers(Setup(2, 2, "none"))
+    workers._visitor = workers._process = ranks
+    most = max(last - before for before, last in zip(first, seen[-1], strict=True))
+    if most < LIMIT and end == "serving":
+        workers.wait_until_whole(0.0)
+        return
+    with pytest.raises(TrainingFailed) as failed:
+        workers.wait_until_whole(0.0)
+    reason = (
+        "and does not come up" if most >= LIMIT else "ended" if end == "ended" else "not all ranks were up"
+    )
+    assert reason in str(failed.value)
 
 
 @pytest.mark.parametrize(
