@@ -8,18 +8,21 @@ import http.client
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 from http.client import HTTPResponse
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import uvicorn
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.dashboard.recorded import MARKUP, record, recorded_status
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.dashboard import server
-from unirun.dashboard.server import PageServer, _job_news, listen
+from unirun.dashboard.server import KEEPALIVE_SECONDS, PageServer, _job_news, listen
 from unirun.dashboard.watching import Jobs, WatchedJob
 from unirun.errors import UsageError
 from unirun.observe.events import EventLog
@@ -285,3 +288,37 @@ def test_metrics_are_read_with_the_token_of_programs(site: Site) -> None:
 def test_a_port_that_is_in_use_is_refused() -> None:
     with listen(0) as taken, pytest.raises(UsageError, match="choose another --port"):
         listen(taken.getsockname()[1])
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2 * int(KEEPALIVE_SECONDS)), st.none() | st.integers(0, 9)), max_size=20
+    )
+)
+def test_a_stream_without_news_says_something_now_and_then(looks: list[tuple[int, int | None]]) -> None:
+    """Else a page that is gone would not be noticed; at each look, it would cost as much as news."""
+    clock = [100.0]
+    expected, silent = list[str](), 0
+
+    async def news() -> AsyncIterator[dict[str, Any] | None]:
+        for seconds, number in looks:
+            clock[0] += seconds
+            yield None if number is None else {"number": number}
+
+    for seconds, number in looks:
+        silent += seconds
+        if number is not None:
+            expected += [f"id: {number}\n", f'data: {{"number":{number}}}\n\n']
+        elif silent > KEEPALIVE_SECONDS:
+            expected.append(":\n\n")
+        else:
+            continue
+        silent = 0
+
+    async def said(response: Any) -> list[str]:
+        return [each async for each in response.body_iterator]
+
+    with closing(listen(0)) as listener, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+        page = PageServer(Jobs(), listener, "scrape", print)
+        assert asyncio.run(said(page._stream(news()))) == expected

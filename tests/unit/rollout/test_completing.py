@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.testbed.engine import tokens
 from unirun.errors import UsageError
-from unirun.rollout import EngineCompleter
+from unirun.rollout import EngineCompleter, completing
 from unirun.rollout.choosing import Answer
 from unirun.values import WorkerId
 
@@ -114,3 +114,27 @@ def test_settings_that_are_none_are_refused() -> None:
                 EngineCompleter(client, schedule_policy="fair")
 
     play(1, story)
+
+
+class Places:
+    """A client of two engines. A request without a place goes to the first one."""
+
+    def __init__(self) -> None:
+        self.stays: list[WorkerId | None] = []
+
+    async def generate(self, token_ids: Sequence[int], *, stay: WorkerId | None, **more: Any) -> Answer:
+        self.stays.append(stay)
+        choice = {"token_ids": [1], "finish_reason": "stop", "logprobs": None}
+        return Answer({"choices": [choice]}, stay or WorkerId("engine", 0, 0), None)
+
+
+@given(st.lists(st.sampled_from("abcde"), max_size=30), st.integers(1, 4))
+def test_the_conversations_that_were_asked_for_last_are_remembered(asked: list[str], most: int) -> None:
+    places: Any = Places()
+    completer, latest = EngineCompleter(places), list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(completing, "REMEMBERED", most)
+        for name in asked:
+            asyncio.run(completer.complete([1], conversation=name))
+            assert (places.stays[-1] is not None) == (name in latest)
+            latest = [*(each for each in latest if each != name), name][-most:]

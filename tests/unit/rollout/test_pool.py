@@ -147,6 +147,28 @@ def test_who_waits_for_a_group_is_told_when_nobody_advances_the_version() -> Non
     play(story)
 
 
+def test_a_group_that_comes_at_the_very_end_of_the_time_is_given() -> None:
+    class Late(asyncio.Queue[Group | None]):
+        """Its first group comes when the time for it is over."""
+
+        async def get(self) -> Group | None:
+            try:
+                return await super().get()
+            except asyncio.CancelledError:
+                self.put_nowait(late)
+                raise
+
+    late = Group("late", {}, (), 0)
+
+    async def story() -> None:
+        pool = Pool(FakeCompleter(), last_digit, batch=1, max_head_offpolicyness=0, advance_timeout=0.01)
+        pool._gate.made = 1
+        assert pool._gate.is_shut
+        assert await pool._next(Late()) == late
+
+    play(story)
+
+
 def test_time_without_any_group_is_idle() -> None:
     async def story() -> None:
         engine = FakeCompleter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.waiting import WAIT_TIMEOUT
+from tests.waiting import WAIT_TIMEOUT, eventually_async
 from unirun.errors import RewardFailed, UsageError
 from unirun.rollout.rewards import Rewards
 
@@ -99,6 +100,39 @@ def test_a_process_that_hangs_or_crashes_is_replaced_so_many_times(
         await rewards.close()
 
     play(story)
+
+
+def start_another(fifo: str) -> None:
+    with open(fifo, "w") as out:
+        subprocess.Popen(["sh", "-c", "echo; exec sleep 3600"], stdout=out)
+    time.sleep(3600)
+
+
+@pytest.mark.starts_processes
+def test_a_process_that_is_replaced_takes_along_what_it_has_started(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+
+    def read() -> bytes | None:
+        """None while a process has the other end and says nothing."""
+        try:
+            return os.read(reader, 1)
+        except BlockingIOError:
+            return None
+
+    async def story() -> None:
+        rewards = Rewards(start_another, processes=1)
+        hangs = asyncio.create_task(rewards(str(fifo)))
+        await eventually_async(lambda: read() == b"\n")
+        (process,) = rewards._all
+        hangs.cancel()
+        await asyncio.wait({hangs})
+        await eventually_async(lambda: read() == b"")
+        await process.end()
+
+    play(story)
+    os.close(reader)
 
 
 @pytest.mark.parametrize("wrong", [lambda text: 1.0, play.__code__, asyncio.sleep])
