@@ -51,8 +51,7 @@ class AsyncModelWorkerProcess(ModelWorkerProcess):
         """The data of the rollout workers: an epoch is as long. Opens the buffer, too, whose errors end the trial."""
         if self.rank != BUFFER_RANK:
             return None
-        if self._buffer is None:
-            self._buffer = Buffer(self._recovery.buffer)
+        self._buffer = Buffer(self._recovery.buffer)
         rollout = self._experiment.rollout_worker[0]
         util = DatasetUtility(load_tokenizer(rollout.tokenizer_path), rollout.base_seed)
         return joined([DATASETS.find(each.type_)(util, **each.args) for each in rollout.datasets])

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 
 from tests.effort import examples
 from tests.waiting import WAIT_TIMEOUT
-from unirun.errors import UnirunError
+from unirun.errors import QueueTimeout, UnirunError
+from unirun.experiments import async_worker
 from unirun.experiments.async_worker import AsyncModelWorkerProcess
 from unirun.experiments.buffer import BUFFER_RANK, Buffer
 from unirun.experiments.model_worker import DataStore, ModelWorkerProcess
 from unirun.experiments.sample import SequenceSample
+from unirun.weights.queue import Item
 
 
 class Channel:
@@ -83,6 +85,15 @@ class Room:
 
     def __init__(self) -> None:
         self.kept, self.version = 0, 0
+        self.opened, self.closed = 0, threading.Event()
+
+    def opens(self, manager: object) -> Room:
+        self.opened += 1
+        return self
+
+    def get_some(self, count: int, timeout: float) -> list[Item]:
+        assert self.closed.wait(WAIT_TIMEOUT)
+        raise QueueTimeout("none has come", "", queue="trajectories")
 
     def keep(self, count: int) -> None:
         self.kept += count
@@ -99,24 +110,39 @@ class Histories:
         self.channel, self.room, self.buffer = Receivers(), Room(), Buffer(folder)
         worker: Any = object.__new__(AsyncModelWorkerProcess)
         worker._publishing, worker._published = threading.Lock(), object
-        worker._channel, worker._queue, worker._buffer = self.channel, self.room, self.buffer
+        worker._channel, worker._buffer = self.channel, self.buffer
+        trained = SimpleNamespace(
+            role="actor", interface_impl=SimpleNamespace(type_="decoupled_grpo", args={})
+        )
+        worker._resolved = SimpleNamespace(graph=SimpleNamespace(trained=[trained]))
+        worker._manager = SimpleNamespace(model_name=SimpleNamespace(role="actor"))
         worker._master_handle = SimpleNamespace(context=SimpleNamespace(rank=BUFFER_RANK))
         nobody: Any = None
         self.worker, self.store = worker, DataStore(BUFFER_RANK, nobody)
         worker._store = self.store
         self.attempt = self.worker._attempt = 1
-        self.step = self.come = self.kept = 0
+        self.step = data.draw(st.integers(0, 9), "steps of an earlier process")
+        self.come = self.kept = 0
         self.waiting: list[str] = []
         self.flight: dict[int, list[str]] = {}
 
     def play(self) -> None:
         moves = (self.arrive, self.read, self.read, self.read, self.end, self.end, self.drop, self.restore)
+        self.kept = self.receive()
         for _ in range(self.data.draw(st.integers(10, 30), "moves")):
             self.data.draw(st.sampled_from(moves), "move")()
             for step, ids in self.flight.items():
                 found = self.store.data(step, "x", ids)
                 assert found.tolist() == [float(each) for each in ids]
             assert self.room.kept == self.kept
+
+    def receive(self) -> int:
+        """The start of an attempt. Only the first one in this process finds trajectories of another."""
+        kept = self.data.draw(st.integers(0, 9), "kept")
+        self.worker.receive(self.attempt, self.step, kept)
+        assert self.room.version == self.step
+        assert self.room.opened == 1
+        return kept
 
     def arrive(self) -> None:
         new = [str(self.come + at) for at in range(5)]
@@ -163,7 +189,7 @@ class Histories:
         with pytest.raises(UnirunError, match="this call is of attempt"):
             self.worker.publish(self.attempt - 1, self.step)
         self.worker.publish(self.attempt, self.step)
-        assert self.room.version == self.step
+        self.receive()
 
 
 @examples(100)
@@ -177,4 +203,10 @@ def test_data_room_and_versions_are_those_of_the_steps_in_any_history(data: st.D
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
         patch.setattr(ModelWorkerProcess, "restore", restore)
         patch.setattr(os, "fsync", lambda handle: None)
-        Histories(Path(folder), data).play()
+        histories = Histories(Path(folder), data)
+        patch.setattr(async_worker, "trajectories", histories.room.opens)
+        try:
+            histories.play()
+        finally:
+            histories.room.closed.set()
+            histories.worker.teardown()
