@@ -109,6 +109,7 @@ class Rewards:
         for _ in range(processes):
             self._idle.put_nowait(None)
         self._all: set[_Process] = set()
+        self._processes, self._closed = processes, False
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the function. Raises `RewardFailed`."""
@@ -137,8 +138,10 @@ class Rewards:
         """The result of one try, or the reason why there is none."""
         process = await self._idle.get()
         try:
-            if process is None:
+            if process is None and not self._closed:
                 process = await self._started()
+            if process is None or self._closed:
+                raise self._given_up("was closed", "close it when no episode is left")
             async with asyncio.timeout(self.timeout):
                 found = await process.ask(line)
         except TimeoutError:
@@ -162,10 +165,17 @@ class Rewards:
         return process
 
     async def close(self) -> None:
-        """End the processes."""
-        processes, self._all = self._all, set()
-        for process in processes:
-            await process.end()
+        """End the processes. A call that is open raises `RewardFailed`, and so does each one after that."""
+        self._closed = True
+        for process in self._all:
+            process.kill()
+        # A call gives its process back when it has read its end.
+        places = [await self._idle.get() for _ in range(self._processes)]
+        for place in places:
+            if place is not None:
+                await place.end()
+            self._idle.put_nowait(None)
+        self._all.clear()
 
 
 class _Process:

@@ -102,6 +102,25 @@ def test_a_process_that_hangs_or_crashes_is_replaced_so_many_times(
     play(story)
 
 
+@pytest.mark.starts_processes
+def test_calls_that_are_open_end_with_the_processes_and_none_is_started_after_that() -> None:
+    async def story() -> None:
+        rewards = Rewards(misbehave, processes=1)
+        assert await rewards("answer") == 1.0
+        calls = [asyncio.create_task(rewards("hang")) for _ in range(3)]
+        await eventually_async(rewards._idle.empty)
+        (process,) = rewards._all
+        for _ in range(2):
+            await rewards.close()
+            assert not os.path.exists(f"/proc/{process._process.pid}")
+        calls.append(asyncio.create_task(rewards("answer")))
+        await asyncio.wait(calls)
+        assert [type(call.exception()) for call in calls] == [RewardFailed] * 4
+        assert not rewards._all
+
+    play(story)
+
+
 def start_another(fifo: str) -> None:
     with open(fifo, "w") as out:
         subprocess.Popen(["sh", "-c", "echo; exec sleep 3600"], stdout=out)
