@@ -105,7 +105,8 @@ class Peers:
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
         self._numbers = itertools.count(1)
-        self._answers: dict[int, MasterReply] = {}
+        self._asked: dict[int, MasterReply | None] = {}
+        """The questions to the master that are waited for, by number, and its answers."""
 
     def roles(self) -> Mapping[str, RoleInfo]:
         """All roles as they are now."""
@@ -215,15 +216,18 @@ class Peers:
 
     def _answer_to(self, ask: MasterRequest | CommitJob, kind: str, timeout: float) -> str | None:
         number, deadline = ask.number, time.monotonic() + timeout
-        self.tell(ask)
-        with self._changed:
-            while number not in self._answers:
-                left = deadline - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
-                    raise StoreAway(
-                        f"{kind} was not answered within {timeout:g} s", "see the store in unirun status"
-                    )
-            answer = self._answers.pop(number)
+        self._asked[number] = None
+        try:
+            self.tell(ask)
+            with self._changed:
+                while (answer := self._asked[number]) is None:
+                    left = deadline - time.monotonic()
+                    if left <= 0 or not self._changed.wait(left):
+                        raise StoreAway(
+                            f"{kind} was not answered within {timeout:g} s", "see the store in unirun status"
+                        )
+        finally:
+            del self._asked[number]
         if answer.problem:
             raise JobError(answer.problem)
         return answer.data
@@ -231,8 +235,9 @@ class Peers:
     def answered(self, answer: MasterReply) -> None:
         """Take the answer of the master, which the agent has passed on."""
         with self._changed:
-            self._answers[answer.number] = answer
-            self._changed.notify_all()
+            if answer.number in self._asked:
+                self._asked[answer.number] = answer
+                self._changed.notify_all()
 
     def update(self, news: View) -> None:
         """Take over what the agent tells; ask for all of it when something before is missing."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.waiting import WAIT_TIMEOUT
-from unirun.errors import UsageError
+from unirun.errors import StoreAway, UsageError
 from unirun.roles.peers import Peer, Peers, RoleInfo
 from unirun.values import WorkerId
 from unirun.wire.blocking import BlockingStream
@@ -156,6 +156,15 @@ def test_a_step_is_committed_by_the_master() -> None:
     assert rank.commit(0, (), timeout=WAIT_TIMEOUT) is None
     assert rank.commit(30, ("actor",), timeout=WAIT_TIMEOUT) == 20
     assert sent == [CommitJob(1, 0), CommitJob(2, 30, ("actor",))]
+    assert rank._asked == {}
+
+
+def test_an_answer_that_comes_too_late_is_not_kept() -> None:
+    rank = Peers("actor", 0, {"actor": RoleInfo("actor", 1, 0)}, send=lambda _: None)
+    with pytest.raises(StoreAway, match="commit_job was not answered within 0 s"):
+        rank.commit(30, (), timeout=0.0)
+    rank.answered(MasterReply(WorkerId("actor", 0, 0), 1, "20"))
+    assert rank._asked == {}
 
 
 def test_an_update_that_came_before_the_wait_for_it_is_not_waited_for(peers: Peers) -> None:
