@@ -68,6 +68,11 @@ class FakeMaster:
         self._thread.join(WAIT_TIMEOUT)
         assert not self._thread.is_alive()
 
+    @property
+    def visits(self) -> int:
+        """The number of connections that it has had."""
+        return len(self._streams)
+
     def _serve(self) -> None:
         threads = []
         with contextlib.suppress(OSError):

@@ -79,6 +79,22 @@ def test_signals_end_when_the_function_has_noticed_that_nothing_is_due(main: Mai
     assert lost.asked == asked == 2
 
 
+def test_a_function_that_has_gone_on_is_interrupted_later(main: MainThread) -> None:
+    lost = Lost()
+
+    def function() -> None:
+        for asked in (2, 3):
+            main.wake(lost.check)
+            eventually(lambda asked=asked: lost.asked == asked, "it was asked")  # type: ignore[misc]
+            assert main.runs(lost.check)
+        lost.due = True
+        main.wake(lost.check)
+        eventually(lambda: False, "it is interrupted")
+
+    with pytest.raises(Interrupted):
+        main.run(function, lost.check)
+
+
 def test_a_function_that_is_called_again_gets_no_signal_of_the_one_before(main: MainThread) -> None:
     lost = Lost()
     lost.due = True

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import GroupError
 from unirun.roles.gloo import GlooGroup, _ends, _established, parse_published
-from unirun.roles.process_groups import ProcessGroups, process_groups
+from unirun.roles.process_groups import ProcessGroups, _watched_store, process_groups
 
 LONG = timedelta(minutes=30)
 
@@ -154,6 +154,24 @@ class TestAWaitInAGroupThatIsOver:
         waiting = ranks.submit(meeting.join, 0)
         eventually(lambda: meeting.store.check(["0/0"]), "it waits for the other's address")
         self.ends(meeting, waiting)
+
+    @pytest.mark.parametrize("patience", [timedelta(milliseconds=900), timedelta(days=1)])
+    def test_an_address_that_comes_in_time_is_waited_for(self, patience: timedelta) -> None:
+        class Late(HashStore):
+            looks = 0
+
+            def check(self, keys: list[str]) -> bool:
+                self.looks += 1
+                return self.looks > 3
+
+        store = Late()
+        _watched_store(store, GlooGroup("", 2, lambda: False)).wait(["0/1"], patience)
+        assert store.looks == 4
+
+    def test_an_address_that_does_not_come_is_waited_for_so_long(self) -> None:
+        store = _watched_store(HashStore(), GlooGroup("", 2, lambda: False))
+        with pytest.raises(RuntimeError, match="0/1 not there after"):
+            store.wait(["0/1"], timedelta(milliseconds=10))
 
     def test_ends_where_a_peer_has_published_and_never_connects(
         self, meeting: Meeting, ranks: ThreadPoolExecutor

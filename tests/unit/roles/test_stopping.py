@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import random
+import signal
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
 from tests.effort import seeds
-from unirun.roles.stopping import AHEAD_SECONDS, Agreement
+from unirun.roles import stopping
+from unirun.roles.peers import Peers, RoleInfo
+from unirun.roles.stopping import AHEAD_SECONDS, LOST_TIMEOUT, Agreement, Stopping
+from unirun.wire.messages import RoleView, View, WorkerView
 
 
 class Rank:
@@ -49,7 +55,8 @@ class TestAgreement:
         second.runs()
         assert (first.stopped, first.step, second.stopped, second.step) == (True, 0, True, 0)
 
-    def test_short_steps_seldom_look_at_the_store(self) -> None:
+    @pytest.mark.parametrize("long", [0, 20])
+    def test_short_steps_seldom_look_at_the_store_however_long_those_before_were(self, long: int) -> None:
         class Counted(HashStore):
             looks = 0
 
@@ -58,10 +65,13 @@ class TestAgreement:
                 return super().compare_set(*args)
 
         store = Counted()
-        rank = Rank(store, 0.001)
+        rank = Rank(store, 1.0)
+        for _ in range(long):
+            rank.runs()
+        rank.seconds = 0.001
         for _ in range(1000):
             rank.runs()
-        assert store.looks <= 1000 * 0.001 / AHEAD_SECONDS + 3
+        assert store.looks <= long + 1000 * 0.001 / AHEAD_SECONDS + 3
 
     @pytest.mark.parametrize("seed", seeds(50))
     def test_all_ranks_stop_at_one_step_whoever_is_told_and_whenever(self, seed: int) -> None:
@@ -80,3 +90,76 @@ class TestAgreement:
             if all(rank.stopped for rank in ranks):
                 break
         assert len({rank.step for rank in ranks}) == 1
+
+
+class TestTheSignal:
+    """A process that is the only rank of its role."""
+
+    @pytest.fixture(autouse=True)
+    def peers(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
+        """Its peers. The handler of SIGTERM is that of before when it has ended."""
+        found = Peers("actor", 0, {"actor": RoleInfo("actor", 1, 0)}, send=lambda _: None)
+        monkeypatch.setattr(stopping, "init", lambda: SimpleNamespace(world_size=1, peers=found))
+        before = signal.getsignal(signal.SIGTERM)
+        yield found
+        signal.signal(signal.SIGTERM, before)
+
+    @pytest.mark.parametrize("asked", [True, False])
+    def test_what_came_meanwhile_is_done_at_the_end_though_no_step_was_asked_for(self, asked: bool) -> None:
+        heard: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+        for _ in range(2):
+            heard.clear()
+            stops = Stopping(chained=False)
+            assert not stops.should_stop(0)
+            signal.raise_signal(signal.SIGTERM)
+            assert heard == []
+            if asked:
+                assert stops.should_stop(1)
+            stops.close()
+            assert heard == [signal.SIGTERM]
+        Stopping(chained=False).close()
+        assert heard == [signal.SIGTERM], "it has not come again"
+
+    def test_a_handler_of_before_is_called_as_well(self) -> None:
+        heard: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+        stops = Stopping()
+        signal.raise_signal(signal.SIGTERM)
+        assert (heard, stops.told) == ([signal.SIGTERM], True)
+
+    @pytest.mark.parametrize(
+        ("role", "worker", "ends"),
+        [("restarting", "lost", True), ("restarting", "running", False), ("running", "lost", False)],
+    )
+    def test_a_rank_ends_by_itself_only_when_its_role_restarts_after_a_loss(
+        self, monkeypatch: pytest.MonkeyPatch, peers: Peers, role: str, worker: str, ends: bool
+    ) -> None:
+        timers: list[Callable[[], None]] = []
+
+        class Timer:
+            daemon = False
+
+            def __init__(self, seconds: float, action: Callable[[], None]) -> None:
+                assert seconds == LOST_TIMEOUT
+                self.action = action
+
+            def start(self) -> None:
+                assert self.daemon
+                timers.append(self.action)
+
+        codes: list[int] = []
+        monkeypatch.setattr("unirun.roles.stopping.threading.Timer", Timer)
+        monkeypatch.setattr("unirun.roles.stopping.os._exit", codes.append)
+        stops = Stopping()
+        view = RoleView(
+            "actor", 2, 0, "", role, (WorkerView(0, 0, "running", {}), WorkerView(1, 0, worker, {}))
+        )
+        peers.update(View((view,)))
+        assert len(timers) == ends
+        for leave in timers:
+            leave()
+            assert codes == [stopping.TOLD]
+            stops.stopped = True
+            leave()
+        assert codes == [stopping.TOLD] * ends, "a rank that has stopped ends as it likes"

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import inf
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 import unirun
 from unirun.errors import UsageError
+from unirun.roles.interruption import Interrupted
 from unirun.roles.peers import Peers, RoleInfo
-from unirun.roles.surviving import ResilientState, Survivor
+from unirun.roles.surviving import GROWTH_TIMEOUT, ResilientState, Survivor
 from unirun.wire.messages import RoleView, View
 from unirun.wire.reports import Boundary, Message
 
@@ -26,6 +31,27 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     return model, torch.optim.Adam(model.parameters(), 0.1)
+
+
+class FakeClock:
+    """The module `time`: it passes when somebody sleeps. One event comes at its time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._when = inf
+        self._event: Callable[[], object] = lambda: None
+
+    def at(self, when: float, event: Callable[[], object]) -> None:
+        self._when, self._event = when, event
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now >= self._when:
+            self._when = inf
+            self._event()
 
 
 class TestState:
@@ -85,6 +111,57 @@ class TestGrowth:
         state.save(step=1)
         assert told == [Boundary()] * grows
         assert state.load() == {"step": 1}
+
+
+class TestTheReturn:
+    """A rank that has returned from the function waits for the others, in time that passes when it sleeps."""
+
+    @pytest.fixture
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+        clock = FakeClock()
+        monkeypatch.setattr("unirun.roles.surviving.time", clock)
+        return clock
+
+    def survivor(self, monkeypatch: pytest.MonkeyPatch, store: HashStore, *, grows: bool = False) -> Survivor:
+        peers = Peers("actor", 0, {"actor": RoleInfo("actor", 3, 0)}, send=lambda _: None)
+        peers.update(View((RoleView("actor", 3, 0, "", "running", (), grows=grows),)))
+        monkeypatch.setattr("unirun.roles.surviving.init", lambda: SimpleNamespace(peers=peers))
+        made: Any = Survivor()
+        made._formation = SimpleNamespace(store=lambda prefix, timeout: store, outdated=False)
+        found: Survivor = made
+        return found
+
+    @pytest.mark.parametrize("seconds", [0.0, 60.0])
+    def test_each_rank_counts_once_however_long_it_waits(
+        self, monkeypatch: pytest.MonkeyPatch, clock: FakeClock, seconds: float
+    ) -> None:
+        store = HashStore()
+        survivor = self.survivor(monkeypatch, store)
+        store.add("returned", 1)
+        clock.at(seconds, lambda: store.add("returned", 1))
+        survivor._wait_for_all()
+        assert seconds <= clock.now <= seconds + 1.0
+        assert store.add("returned", 0) == 3
+
+    @pytest.mark.parametrize("saved", [True, False])
+    def test_ranks_that_are_to_come_have_some_seconds_after_the_last_save(
+        self, monkeypatch: pytest.MonkeyPatch, clock: FakeClock, saved: bool
+    ) -> None:
+        store = HashStore()
+        survivor = self.survivor(monkeypatch, store, grows=True)
+        store.add("returned", 2)
+        if saved:
+            survivor.at_boundary()
+        survivor._wait_for_all()
+        assert GROWTH_TIMEOUT * saved <= clock.now <= GROWTH_TIMEOUT * saved + 1.0
+
+    def test_a_loss_ends_the_wait(self, monkeypatch: pytest.MonkeyPatch, clock: FakeClock) -> None:
+        survivor = self.survivor(monkeypatch, HashStore())
+        formation: Any = survivor._formation
+        clock.at(60.0, lambda: setattr(formation, "outdated", True))
+        with pytest.raises(Interrupted):
+            survivor._wait_for_all()
+        assert clock.now <= 61.0
 
 
 class TestResilientWithoutALauncher:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.unit.rendezvous.fake_master import FakeJob, FakeMaster, Script
-from tests.waiting import WAIT_TIMEOUT
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import FrameError, JobError, RendezvousError, UsageError, WorkerLost
-from unirun.observe.status import JobStatus, write_status
+from unirun.observe.status import JobStatus, read_status, write_status
 from unirun.rendezvous import masters
 from unirun.roles.visitor import Visitor
 from unirun.wire.blocking import BlockingStream
@@ -65,6 +66,17 @@ def visit(fake_job: FakeJob) -> Iterator[Callable[[], Visitor]]:
 def stands(fake_job: FakeJob, phase: str, epoch: int = 1) -> None:
     """The job stands so, as the master of a term says."""
     write_status(fake_job.job_dir, JobStatus("run-1", "job", phase, "", 1.0, None, None, (), epoch))
+
+
+class Counted:
+    """A function, and the number of its calls."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function, self.number = function, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.number += 1
+        return self._function(*args)
 
 
 def heard(master: FakeMaster) -> Message:
@@ -129,12 +141,18 @@ class TestMasters:
         self, fake_job: FakeJob, visit: Callable[[], Visitor], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(masters, "SUCCESSOR_POLL_INTERVAL", 0.02)
+        looks = Counted(read_status)
+        monkeypatch.setattr(masters, "read_status", looks)
         fake_job.leader(script=greets(welcome(2)))
         visitor = visit()
-        # A master takes its term before it writes the status.
-        fake_job.leader("next", deposing=1, script=greets(welcome(3)))
-        stands(fake_job, "running", 2)
-        assert becomes(visitor, 3)
+        for term in (2, 3):
+            # A master takes its term before it writes the status.
+            leader = fake_job.leader(f"m{term}", deposing=term - 1, script=greets(welcome(1 + term)))
+            stands(fake_job, "running", term)
+            assert becomes(visitor, 1 + term)
+            before = looks.number
+            eventually(lambda before=before: looks.number > before + 2, "it looks for others")  # type: ignore[misc]
+            assert leader.visits == 1, "it stays with the one that leads"
 
     def test_asking_one_that_is_gone_for_more_workers_is_no_error(
         self, fake_job: FakeJob, visit: Callable[[], Visitor]
