@@ -18,7 +18,7 @@ from tests.effort import examples
 from tests.unit.weights.harness import weights_harness
 from unirun.errors import WeightsError
 from unirun.weights import disk
-from unirun.weights.publishing import Packing, Publisher, buffers_of
+from unirun.weights.publishing import PAGE, Blocks, Packing, Publisher, buffers_of
 from unirun.weights.tensors import (
     LocalShard,
     Piecewise,
@@ -219,6 +219,19 @@ def test_memory_that_is_sent_is_given_back_once_with_the_last_part(count: int, o
 
 KINDS = {**EMPTY, **LOCKED, **GOOD}
 PUBLISHED = {kind: make() for kind, make in {**LOCKED, **GOOD}.items()}
+
+
+def test_of_memory_that_is_spare_the_newest_is_kept() -> None:
+    blocks = Blocks(spare=2)
+    for number in range(1, 5):
+        # None fits where another one is wanted.
+        assert blocks.take(PAGE * 10**number // 10, "a reader").number == number
+    for number in range(1, 5):
+        blocks.find(number).readers.clear()  # type: ignore[union-attr]
+    assert blocks.take(PAGE * 5000, "a reader").number == 5
+    assert [blocks.find(number) is not None for number in range(1, 6)] == [False, False, True, True, True]
+    assert blocks.take(PAGE * 1000, "a reader").number == 4
+    blocks.close()
 
 
 def test_any_mix_of_targets_is_written_as_a_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ from unirun.errors import GroupError
 from unirun.roles.process_groups import dist
 from unirun.roles.transport.frames import offsets
 from unirun.weights import pairing
+from unirun.weights.messages import Fetch
 from unirun.weights.pairing import PairGroup, buckets, checksum
+from unirun.weights.publishing import Publisher
 
 pytestmark = pytest.mark.starts_processes
 
@@ -182,3 +184,41 @@ def test_nobody_at_the_other_end() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(GroupError, match="did not connect"):
         PairGroup(store, 0, "gloo", 0.2)
+
+
+class FakePair:
+    """A process group with a reader, whose next message fails or does not."""
+
+    def __init__(self, reader: str, link: str, patience: float) -> None:
+        self.link, self.is_open, self.fails = link, True, False
+
+    def send(self, tensors: Sequence[torch.Tensor], deadline: float, *, checked: bool) -> None:
+        assert self.is_open
+        if self.fails:
+            raise GroupError("the other end is gone")
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+@given(st.lists(st.tuples(st.sampled_from(["gloo 1", "gloo 2"]), st.booleans()), max_size=20))
+def test_a_group_serves_one_link_until_it_fails_and_ends_then(history: list[tuple[str, bool]]) -> None:
+    made: list[FakePair] = []
+    failing = False
+
+    def forms(*args: Any) -> Any:
+        made.append(FakePair(*args))
+        made[-1].fails = failing
+        return made[-1]
+
+    publisher = Publisher("policy", pairing=forms)
+    for link, failing in history:
+        known = made[-1] if made and made[-1].is_open and made[-1].link == link else None
+        if known is not None:
+            known.fails = failing
+        publisher._send(Fetch("policy", "actor:0 1", 1, 0, 1.0, link=link), [torch.zeros(1)])
+        assert made[-1].link == link
+        assert known in (None, made[-1]), "it is not formed anew"
+        assert [pair.is_open for pair in made] == [False] * (len(made) - 1) + [not failing]
+    publisher.close()
+    assert not any(pair.is_open for pair in made)

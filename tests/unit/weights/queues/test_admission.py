@@ -288,21 +288,27 @@ class Histories(RuleBasedStateMachine):
             self.state = self.state.advanced(self.version)
             self.step()
 
-    @rule(lost=st.integers(0, 2), order=st.permutations(range(RANKS)))
-    def the_consumer_starts_again(self, lost: int, order: list[int]) -> None:
-        """From a checkpoint, some versions before. Producers tell their counts one after the other."""
+    @rule(lost=st.integers(0, 2), order=st.permutations(range(RANKS)), early=st.integers(0, RANKS))
+    def the_consumer_starts_again(self, lost: int, order: list[int], early: int) -> None:
+        """From a checkpoint, some versions before. Producers tell their counts one after the other, some of them before
+        the gate is open."""
         self.version = max(self.version - lost, 0)
         self.trained = self.version * self.bound.batch
         for rollout in self.rollouts:
             rollout.answers.clear()
             rollout.unanswered.clear()
-        self.state = GateState().opened(
+        self.state = GateState()
+        for rank in order[:early]:
+            self.ask(self.rollouts[rank])
+        self.state = self.state.opened(
             self.bound, self.version, frozenset(rollout.who for rollout in self.rollouts)
         )
         before = sum(len(rollout.open) + len(rollout.queue) for rollout in self.rollouts)
-        for rank in order:
+        for rank in order[early:]:
             assert self.state.room == 0, "no burst while the counts of some are unknown"
             self.ask(self.rollouts[rank])
+        assert not self.state.unheard
+        self.step()
         on_the_way = sum(count for rollout in self.rollouts for _, count, _ in rollout.answers)
         most = (self.bound.max_head_offpolicyness + 1) * self.bound.batch
         assert on_the_way <= max(most - before, 0), "no burst after it"

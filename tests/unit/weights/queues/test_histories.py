@@ -23,6 +23,9 @@ MOST = 6
 NODES = ("a", "b")
 """Those of consumers; producers are on the first one."""
 
+GET_TIMEOUT = 0.6 * QUEUE_REPORT_INTERVAL
+"""Some waits end between two reports."""
+
 RARELY = st.integers(0, 3).map(lambda number: number == 0)
 MOMENTS = st.lists(
     st.tuples(st.integers(0, 8), st.sampled_from(["put", "break", "consumer dies", "producer dies"]), RANK),
@@ -148,7 +151,7 @@ class Items(RuleBasedStateMachine):
             self.job.meanwhile.append(self.moment(what, who, rank))
         began = self.job.now
         try:
-            found = end.queue.get_batch(count, timeout=1.0)
+            found = end.queue.get_batch(count, timeout=GET_TIMEOUT)
         except QueueTimeout:
             return
         finally:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from math import inf
+
+import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from unirun.errors import QueueTimeout
 from unirun.roles.calls.codec import load
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
+from unirun.weights.gate import Counts
 from unirun.weights.producing import AwaitItem, Done, Hold, Producer, Take, offered
 
 MOST = 4
@@ -25,6 +32,7 @@ class Items(RuleBasedStateMachine):
         self.held: dict[int, list[int]] = {0: [], 1: [], 2: []}
         self.incarnation = [0, 0, 0]
         self.used: list[int] = []
+        self.dropped = 0
         self.waiting: list[Parcel] = []
         self.expected_wakes = 0
 
@@ -59,6 +67,7 @@ class Items(RuleBasedStateMachine):
         used, self.held[rank] = self.held[rank][:count], self.held[rank][count:]
         self.producer.handle(Done("q", self.who(rank), tuple(used), dropped), lambda _: None)
         self.used += used
+        self.dropped += len(used) * dropped
 
     @rule(rank=RANKS, count=st.integers(0, 3))
     def connects_anew(self, rank: int, count: int) -> None:
@@ -87,12 +96,69 @@ class Items(RuleBasedStateMachine):
         assert (len(self.producer), self.producer.left) == (len(self.there), len(self.there) + len(held))
 
     @invariant()
+    def the_gate_is_told_what_was_put_and_what_became_of_it(self) -> None:
+        delivered = len(self.used) - self.dropped
+        assert self.producer.counts() == Counts(0, self.put - self.dropped, delivered)
+
+    @invariant()
     def who_waits_is_woken_as_soon_as_there_is_an_item(self) -> None:
         if self.there:
             assert len(self.waiting) == self.expected_wakes
 
     def teardown(self) -> None:
+        """Items that consumers have count as used; all others are gone."""
         self.producer.close()
+        delivered = len(self.used) - self.dropped + sum(map(len, self.held.values()))
+        assert self.producer.counts() == Counts(0, delivered, delivered)
+        assert self.producer.left == 0
 
 
 TestItems = Items.TestCase
+
+
+def free(parcel: Parcel) -> None:
+    """The memory of an item is not mapped any more."""
+    assert parcel.lent is not None
+    parcel.lent.released()
+
+
+@given(
+    st.lists(st.sampled_from(["puts", "puts in vain", "takes", "gives up", "goes on"]), max_size=40),
+    st.data(),
+)
+def test_items_wait_for_room_in_their_order_and_leave_it_to_the_next_when_they_give_up(
+    actions: list[str], data: st.DataObject
+) -> None:
+    async def happens() -> None:
+        producer = Producer("q")
+        waiting: list[asyncio.Task[None]] = []
+        there = 0
+        for action in [*actions, "goes on"]:
+            if action == "puts":
+                waiting.append(asyncio.create_task(producer.put_async("an item", None, 2, inf)))
+                await asyncio.sleep(0)
+            elif action == "puts in vain" and not producer.has_room(2):
+                with pytest.raises(QueueTimeout):
+                    producer.put("an item", None, 2, -inf)
+            elif action == "takes" and len(producer):
+                producer.handle(Take("q", WorkerId("actor", 0, 0), True), free)
+                there -= 1
+            elif action == "gives up" and waiting:
+                # The room for it may have come meanwhile.
+                task = data.draw(st.sampled_from(waiting))
+                if task.cancel():
+                    waiting.remove(task)
+            elif action == "goes on":
+                for _ in range(9):
+                    await asyncio.sleep(0)
+                room = 2 - there
+                assert [task.done() for task in waiting] == [n < room for n in range(len(waiting))]
+                there, waiting = min(2, there + len(waiting)), waiting[room:]
+                assert len(producer) == there
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert len(producer) == there
+        producer.close()
+
+    asyncio.run(happens())
