@@ -301,7 +301,7 @@ class Entrance:
         while self._sending.acquire(blocking=connect):
             try:
                 if connect:
-                    self._connected()
+                    self._line = self._reach(True)
                 line = self._line
                 if line is None or line.lost:
                     return False
@@ -314,13 +314,6 @@ class Entrance:
                 return True
         # Another thread sends it.
         return True
-
-    def _connected(self) -> None:
-        before, self._line = self._line, self._reach(True)
-        if self._line is not before:
-            # Another gate, or one that may not have got the last request.
-            with self._lock:
-                self._untold = True
 
     def _has_more(self) -> bool:
         """Return True if there is something to tell, and at most one request is on its way. The first of two is
