@@ -164,7 +164,7 @@ LATE = """
 
     async def late(self):
         # When the agent has ended with the job, or also the master, which waits for this command.
-        processes = {"agent": self._processes._agents[0], "master": self._processes._first}
+        processes = {"agent": self._running._agents[0], "master": self._running._first}
         os.waitid(os.P_PID, processes[sys.argv.pop(1)], os.WEXITED | os.WNOWAIT)
         return await follow(self)
 
