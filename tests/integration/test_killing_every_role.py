@@ -24,6 +24,7 @@ from .test_trials import TRIALS
 
 BATCH, ETA, STEPS = 4, 2, 60
 SECONDS, KILLS = 10.0, 12
+ENDED = -1
 REWARD = "reward process"
 VICTIMS = (
     "generation_server:0",
@@ -69,12 +70,18 @@ def kill_in_turn(unirun: Unirun, job: Running) -> Counter[str]:
     killed = Counter[str]()
     for victim in itertools.islice(itertools.cycle(VICTIMS), KILLS):
         time.sleep(SECONDS)
-        if job.popen.poll() is not None:
+        pid = eventually(partial(victim_of, unirun, job, victim), victim, START_TIMEOUT)
+        if pid == ENDED:
             break
-        pid = eventually(partial(process_of, unirun, victim), victim, START_TIMEOUT)
         os.kill(pid, signal.SIGKILL)
         killed[victim] += 1
     return killed
+
+
+def victim_of(unirun: Unirun, job: Running, victim: str) -> int | None:
+    """The process to kill, if there is one now; `ENDED` when the job has ended. A worker that has all trajectories up to
+    the end computes no more rewards."""
+    return ENDED if job.popen.poll() is not None else process_of(unirun, victim)
 
 
 def process_of(unirun: Unirun, victim: str) -> int | None:
