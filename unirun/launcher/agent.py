@@ -713,7 +713,7 @@ class Agent:
             sample = sample_of(self._state, self._progress.step_of, gpus)
             if sample.memory:
                 self._tell(sample)
-            if self._several and (addresses := unanswered()):
+            if self._several and (addresses := await asyncio.to_thread(unanswered)):
                 self._tell(Unanswered(self._state.node, addresses))
             for sign in await asyncio.to_thread(self._health.look):
                 self._tell(sign)

@@ -10,9 +10,11 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -160,18 +162,25 @@ _RETRANSMITS = 1
 
 MOST_HOSTS = 64
 
+LOOK_SECONDS = 1.0
+"""Seconds after which a look ends: the kernel takes several to list hundreds of thousands of connections, so on such a
+host some of them are seen."""
+
 
 def unanswered(net: Path = Path("/proc/self/net"), uid: int | None = None) -> tuple[str, ...]:
-    """The addresses that do not answer processes of the user `uid`, by default this one."""
+    """The addresses that do not answer processes of the user `uid`, by default this one. It takes `LOOK_SECONDS` at
+    most."""
     found: set[str] = set()
+    until = time.monotonic() + LOOK_SECONDS
     for name in ("tcp", "tcp6"):
-        with suppress(OSError):
-            found.update(_silent((net / name).read_text(), os.getuid() if uid is None else uid))
+        with suppress(OSError), (net / name).open() as table:
+            lines = takewhile(lambda _: time.monotonic() < until, table)
+            found.update(_silent(lines, os.getuid() if uid is None else uid))
     return tuple(sorted(found)[:MOST_HOSTS])
 
 
-def _silent(table: str, uid: int) -> Iterator[str]:
-    for line in table.splitlines()[1:]:
+def _silent(table: Iterable[str], uid: int) -> Iterator[str]:
+    for line in table:
         with suppress(ValueError, IndexError):
             _, _, remote, state, _, timer, again, owner, *_ = line.split()
             limit = ASKED_AGAIN if int(state, 16) == _SYN_SENT else SENT_AGAIN

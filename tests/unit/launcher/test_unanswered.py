@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from unirun.launcher.monitoring import address_of, unanswered
+from unirun.launcher import monitoring
+from unirun.launcher.monitoring import LOOK_SECONDS, address_of, unanswered
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
 ESTABLISHED, SYN_SENT, FIN_WAIT = "01", "02", "04"
@@ -54,3 +55,13 @@ def test_addresses_of_both_families_are_as_people_write_them(tmp_path: Path) -> 
     # What a process has left behind belongs to nobody.
     (tmp_path / "tcp6").write_text(HEAD + row("00000000000000000000000001000000", FIN_WAIT, 7, uid=0))
     assert unanswered(tmp_path, 1000) == ("::1",)
+
+
+def test_a_look_ends_in_time_however_many_connections_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [row(number("198.18.1.3"), ESTABLISHED, 9), row(number("198.18.1.4"), ESTABLISHED, 9)]
+    (tmp_path / "tcp").write_text(HEAD + "".join(rows))
+    times = iter([0.0, 0.1, 0.2, LOOK_SECONDS])
+    monkeypatch.setattr(monitoring.time, "monotonic", lambda: next(times, LOOK_SECONDS))
+    assert unanswered(tmp_path, 1000) == ("198.18.1.3",)
