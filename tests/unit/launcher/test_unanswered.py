@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from unirun.launcher import monitoring
 from unirun.launcher.monitoring import LOOK_SECONDS, address_of, unanswered
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
@@ -63,5 +62,5 @@ def test_a_look_ends_in_time_however_many_connections_there_are(
     rows = [row(number("198.18.1.3"), ESTABLISHED, 9), row(number("198.18.1.4"), ESTABLISHED, 9)]
     (tmp_path / "tcp").write_text(HEAD + "".join(rows))
     times = iter([0.0, 0.1, 0.2, LOOK_SECONDS])
-    monkeypatch.setattr(monitoring.time, "monotonic", lambda: next(times, LOOK_SECONDS))
+    monkeypatch.setattr("unirun.launcher.monitoring.time.monotonic", lambda: next(times, LOOK_SECONDS))
     assert unanswered(tmp_path, 1000) == ("198.18.1.3",)
