@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.testbed import engine
-from tests.waiting import WAIT_TIMEOUT
+from tests.waiting import WAIT_TIMEOUT, eventually
 
 pytestmark = pytest.mark.processes
 
@@ -95,5 +95,5 @@ def test_its_child_outlives_it() -> None:
         finally:
             process.kill()
         process.wait(WAIT_TIMEOUT)
-        assert os.getsid(child) == child
+        eventually(lambda: os.getsid(child) == child, "it has a session of its own")
         os.kill(child, signal.SIGKILL)
