@@ -109,7 +109,7 @@ class Devices:
         return found
 
     def signs(self) -> Iterator[str]:
-        """Each sign that a device is sick, as long as it is there."""
+        """The signs that devices are sick. A sign is returned by each look until it is gone."""
         handles = self._opened()
         yield from self._xids(handles)
         for number, before in self._errors.items():

@@ -34,7 +34,7 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 class FakeClock:
-    """The module `time`: it passes when somebody sleeps. One event comes at its time."""
+    """A stand-in for the module `time`, whose clock moves with `sleep` alone. One event is called at its time."""
 
     def __init__(self) -> None:
         self.now = 0.0

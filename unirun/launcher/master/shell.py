@@ -681,8 +681,8 @@ class Master:
     async def _say_goodbye(self) -> None:
         """Tell everybody; leave when all streams are closed from the other side, or after `STREAM_CLOSE_TIMEOUT`.
 
-        A master that has found the job ended waits for those who do not know it yet, and each master for the owner, and
-        for the commands of other nodes: a short job may end before its command has attached.
+        A master that took over an ended job waits for agents that have not been told of the end. Each master waits for
+        the command that owns the job, and for those of other nodes: a short job may end before they have attached.
         """
         await self._status_file.write()
         remote = {node for node, stream in self._agents.items() if stream.remote}
