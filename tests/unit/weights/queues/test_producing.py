@@ -162,3 +162,13 @@ def test_items_wait_for_room_in_their_order_and_leave_it_to_the_next_when_they_g
         producer.close()
 
     asyncio.run(happens())
+
+
+def test_room_that_was_given_and_is_given_up_goes_to_the_next_that_waits() -> None:
+    producer = Producer("q")
+    producer.put(1, None, 1, 0.0)
+    first, second = producer._reserved(1), producer._reserved(1)
+    producer.handle(Take("q", WorkerId("actor", 0, 0), False), lambda parcel: None)
+    assert (first.done(), second.done()) == (True, False)
+    producer._give_up(first)
+    assert second.done()
