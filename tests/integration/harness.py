@@ -340,8 +340,9 @@ def home_of(command: Unirun) -> Iterator[Unirun]:
         environ = command.environment()
         for name in ("UNIRUN_HOME", "UNIRUN_RUN_DIR"):
             patch.setenv(name, environ[name])
-        # What pytest has imported is no business of the workers.
-        patch.delenv("PYTHONPATH", raising=False)
+        # What pytest has imported is no business of the workers, which would have other streams than warm processes.
+        for name in ("PYTHONPATH", "PYTHONUNBUFFERED"):
+            patch.delenv(name, raising=False)
         yield command
 
 

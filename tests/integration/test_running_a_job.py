@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from .harness import ENVIRON, EXEC, Result, Script, Unirun, command_in
+from .harness import ENVIRON, EXEC, Result, Script, Unirun, swept
+from .warm import Warm, WarmUnirun
 
 
 @pytest.fixture(scope="module")
-def two_roles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Unirun, Result]]:
+def two_roles(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[tuple[Unirun, Result]]:
     """One job with two roles, each of which forms its group and prints what it finds."""
-    with command_in(tmp_path_factory.mktemp("two")) as command:
+    with swept(WarmUnirun(tmp_path_factory.mktemp("two"), warm)) as command:
         result = command(
             *("--roles", "actor=2,rollout=3", "--rdzv-id", "two", "--max-restarts", "rollout=5"),
             ENVIRON,

@@ -134,16 +134,13 @@ def test_a_trainer_that_is_shut_down_leaves_a_job_that_has_succeeded(home: Uniru
     assert "its trainer was shut down" in home.status()["reason"]
 
 
-def test_a_run_keeps_the_workers_of_a_trainer_that_nobody_else_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_keeps_the_workers_of_a_trainer_that_nobody_else_holds(tmp_path: Path, warm: Warm) -> None:
     def function() -> str:
         for _ in range(3):
             train.report(pid=os.getpid())
         return "done"
 
-    with command_in(tmp_path) as command:
-        monkeypatch.setenv("UNIRUN_HOME", str(command.home))
+    with home_of(WarmUnirun(tmp_path, warm)):
         run = Trainer(backend="none").run_iterator(function)
         pids = [results[0]["pid"] for results in run]
         assert run.get_final_results() == ["done"]

@@ -91,7 +91,7 @@ class WarmUnirun(Unirun):
     ) -> Running:
         """Start it as a fork of a process that has imported it, unless it needs an interpreter of its own."""
         environ = self.environment(env)
-        if not (read and may_fork(environ) and popen.keys() <= STREAMS):
+        if not (read and may_fork(environ, cwd or self.root) and popen.keys() <= STREAMS):
             return super().start(*args, env=env, cwd=cwd, read=read, constants=constants, **popen)
         command = [UNIRUN, *map(str, args)]
         forked = ForkedCommand(command, cwd=cwd or self.root, env=environ, constants=constants, **popen)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tests.testbed.importing import Importing
+from unirun.launcher.warm.files import AT_START, VARIABLE, folders_of
 
 MODULES = (
     "unirun.cli.jobs",
@@ -25,21 +26,34 @@ MODULES = (
 )
 """The modules of most commands and jobs that are imported when they are needed."""
 
+OF_EXPERIMENTS = (
+    *MODULES,
+    "unirun.cli.experiment",
+    "unirun.experiments.checks",
+    "unirun.experiments.models.backends",
+    "unirun.experiments.starting",
+)
+"""Those of `unirun experiment`, with torch."""
+
 STARTING = ("PYTHON", "LC_", "LANG", "LD_", "TZ", "MALLOC_", "GLIBC_")
 """The beginnings of variables that an interpreter, or the C library, reads when it starts."""
 
 
 def _starting(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name.startswith(STARTING)}
+    return {name: value for name, value in env.items() if name.startswith(STARTING) and name != VARIABLE}
 
 
 # Commands never get this one from here.
 _AT_START = _starting({name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"})
 
 
-def may_fork(env: Mapping[str, str]) -> bool:
-    """Return True if a command in the environment `env` may be a fork of one in the environment of these tests."""
-    return _starting(env) == _AT_START
+def may_fork(env: Mapping[str, str], cwd: Path) -> bool:
+    """Return True if a command in the environment `env` and the directory `cwd` may be a fork of one in the environment of
+    these tests. It cannot be if a folder of its PYTHONPATH has what an interpreter imports when it starts."""
+    programs = (
+        Path(folder, f"{name}.py") for folder in folders_of(env.get(VARIABLE), str(cwd)) for name in AT_START
+    )
+    return _starting(env) == _AT_START and not any(program.exists() for program in programs)
 
 
 class ForkedCommand:
@@ -69,7 +83,8 @@ class ForkedCommand:
                 numbers.append(given)
                 ours.append(kept)
             self.stdin, self.stdout, self.stderr = ours
-            importing = Importing("command", MODULES, env, ())
+            modules = OF_EXPERIMENTS if "experiment" in args[1:2] else MODULES
+            importing = Importing("command", modules, {**env, VARIABLE: ""}, ())
             self.pid, self._connection = importing.fork(request, numbers)
 
     def poll(self) -> int | None:

@@ -129,6 +129,7 @@ def be_command(listener: socket.socket, starter: int, names: list[str]) -> None:
     master. Later masters are programs of their own, and have the values of the product."""
     from unirun.cli import main
     from unirun.launcher.process import set_command_line, set_title
+    from unirun.launcher.warm.files import VARIABLE, folders_of
 
     for name in names:
         importlib.import_module(name)
@@ -148,7 +149,8 @@ def be_command(listener: socket.socket, starter: int, names: list[str]) -> None:
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     sys.argv = request["argv"]
-    sys.path.insert(0, os.path.dirname(sys.argv[0]))
+    folders = folders_of(os.environ.get(VARIABLE), os.getcwd())
+    sys.path[:0] = dict.fromkeys([os.path.dirname(sys.argv[0]), *folders])
     set_title("unirun")
     set_command_line(" ".join(sys.argv))
     for path, value in request["constants"].items():

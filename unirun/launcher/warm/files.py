@@ -21,7 +21,10 @@ VARIABLE = "PYTHONPATH"
 AT_START = ("sitecustomize", "usercustomize")
 """Optional modules that an interpreter imports at start."""
 
-_HARMLESS = {"console_scripts", "gui_scripts", "torchrun.handlers"}
+_HARMLESS = {
+    *("console_scripts", "gui_scripts", "torchrun.handlers", "vllm.general_plugins"),
+    *("unirun.train.backends", "unirun.device_types"),
+}
 """Groups of entry points that are not read during imports; torch imports those of ``torch.backends``."""
 
 

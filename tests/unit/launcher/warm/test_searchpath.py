@@ -45,7 +45,10 @@ class TestAnotherFolder:
         name = Path(file).parts[0].removesuffix(".py")
         assert why_not(tmp_path) == f"PYTHONPATH has {tmp_path}, where there is another {name}"
 
-    @pytest.mark.parametrize(("group", "fits"), [("torch.backends", False), ("console_scripts", True)])
+    @pytest.mark.parametrize(
+        ("group", "fits"),
+        [("torch.backends", False), ("console_scripts", True), ("vllm.general_plugins", True)],
+    )
     def test_another_folder_with_a_distribution_that_imports_look_for_does_not_fit(
         self, tmp_path: Path, group: str, fits: bool
     ) -> None:
