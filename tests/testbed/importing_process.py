@@ -7,6 +7,7 @@ address, and ends with the process STARTER. Each connection asks for one fork (`
 
 import ctypes
 import fcntl
+import gc
 import importlib
 import io
 import json
@@ -133,6 +134,8 @@ def be_command(listener: socket.socket, starter: int, names: list[str]) -> None:
 
     for name in names:
         importlib.import_module(name)
+    # A collection in a fork would copy the pages of all objects that it looks at.
+    gc.freeze()
     request, descriptors = next_request(listener, starter)
     show_home(request["env"]["UNIRUN_HOME"])
     for number, descriptor in enumerate(descriptors):
