@@ -37,6 +37,7 @@ START_TIMEOUT = 120.0
 UNIRUN = str(Path(sys.executable).with_name("unirun"))
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 SCRIPTS = Path(__file__).parent / "scripts"
+PATCHED = Path(__file__).parents[1] / "testbed" / "patched.py"
 ENVIRON = SCRIPTS / "environ.py"
 """A worker that prints its environment."""
 
@@ -228,9 +229,7 @@ class Unirun:
     ) -> Running:
         """Start it in a session of its own, so that signals reach it alone. `constants` of the product have other values
         in the command, the agents and the first master."""
-        program = (
-            [sys.executable, str(SCRIPTS / "patched.py"), json.dumps(constants)] if constants else [UNIRUN]
-        )
+        program = [sys.executable, str(PATCHED), json.dumps(constants)] if constants else [UNIRUN]
         return self.start_program([*program, *map(str, args)], env=env, cwd=cwd, read=read, **popen)
 
     def start_program(

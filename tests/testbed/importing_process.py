@@ -12,6 +12,7 @@ import importlib
 import io
 import json
 import os
+import runpy
 import select
 import socket
 import sys
@@ -126,12 +127,12 @@ def be_warm(listener: socket.socket, starter: int, names: list[str]) -> None:
 
 def be_command(listener: socket.socket, starter: int, names: list[str]) -> None:
     """Import the modules `names`, and be the command with the arguments, the environment, the directory and the standard
-    streams of the request in each fork. `constants` have other values in it, and in what it forks: the agents and the first
-    master. Later masters are programs of their own, and have the values of the product."""
+    streams of the request in each fork, with other values of `constants` (`patched.py`)."""
     from unirun.cli import main
     from unirun.launcher.process import set_command_line, set_title
     from unirun.launcher.warm.files import VARIABLE, folders_of
 
+    patch = runpy.run_path(str(Path(__file__).with_name("patched.py")))["patch"]
     for name in names:
         importlib.import_module(name)
     # A collection in a fork would copy the pages of all objects that it looks at.
@@ -156,10 +157,7 @@ def be_command(listener: socket.socket, starter: int, names: list[str]) -> None:
     sys.path[:0] = dict.fromkeys([os.path.dirname(sys.argv[0]), *folders])
     set_title("unirun")
     set_command_line(" ".join(sys.argv))
-    for path, value in request["constants"].items():
-        module, _, name = path.rpartition(".")
-        assert hasattr(importlib.import_module(module), name), path
-        setattr(importlib.import_module(module), name, value)
+    patch(request["constants"])
     main()
 
 

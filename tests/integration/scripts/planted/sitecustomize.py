@@ -7,7 +7,7 @@ import os
 import sys
 from importlib import import_module
 
-COMMAND = "/scripts/patched.py"
+COMMAND = "/testbed/patched.py"
 
 if "unirun.launcher.master" in sys.orig_argv or any(each.endswith(COMMAND) for each in sys.orig_argv[:2]):
 
