@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from tests.unit.dashboard.recorded import record, recorded_status
+from tests.unit.rendezvous.fake_master import FakeJob
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import JobError, JobFailed
 from unirun.launcher.planned import PlannedJob
 from unirun.observe.jobdir import JobDir
@@ -24,6 +26,7 @@ from unirun.train import job as submission
 from unirun.train.job import RESULT, Job, JobHandle, load
 from unirun.values import WorkerId
 from unirun.wire.handshake import new_token
+from unirun.wire.messages import Attach
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +86,13 @@ class TestAHandle:
             JobHandle(alive).await_start()
         with pytest.raises(TimeoutError):
             JobHandle(alive).wait(timeout=0.0)
+
+    def test_says_at_once_to_the_master_that_it_only_looks_whether_that_answers(self) -> None:
+        """The master records a stream that says nothing as refused."""
+        with FakeJob() as job:
+            master = job.leader()
+            JobHandle(job.job_dir).await_start()
+            assert master.heard.get(timeout=WAIT_TIMEOUT) == Attach()
 
     def test_tells_how_the_job_has_ended(self) -> None:
         ended = {phase: JobHandle(record(phase, phase=phase)) for phase in ("succeeded", "failed", "running")}

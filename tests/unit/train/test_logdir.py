@@ -5,18 +5,31 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import socket
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import UsageError
-from unirun.train.arguments import absolute, check_writable, next_run
+from unirun.train.arguments import (
+    LOCK,
+    absolute,
+    check_writable,
+    hold,
+    left_unfinished,
+    mark_finished,
+    next_run,
+    release,
+    runs_in,
+)
+from unirun.train.checkpoints import Manifest
 
 
 @pytest.fixture
@@ -121,6 +134,24 @@ class TestTheDirectoriesOfRuns:
             (folder / f"run_{number:03}").mkdir()
         assert next_run(str(folder))[0] == f"{folder}/run_{max(numbers, default=0) + 1:03}"
 
+    @given(st.sets(st.integers(1, 12000), min_size=1, max_size=5), st.booleans())
+    def test_they_come_in_the_order_of_their_numbers(
+        self, tmp_path_factory: pytest.TempPathFactory, numbers: set[int], finished: bool
+    ) -> None:
+        folder = str(tmp_path_factory.mktemp("logs"))
+        for number in numbers:
+            checkpoint = Path(folder, f"run_{number:03}", "checkpoints", "000001")
+            checkpoint.mkdir(parents=True)
+            (checkpoint / "state.pt").write_bytes(b"1")
+            manifest = Manifest(1, 1, False, {"state.pt": (1, 0)})
+            (checkpoint / "checkpoint.json").write_bytes(msgspec.json.encode(manifest))
+        names = {number: f"{folder}/run_{number:03}" for number in sorted(numbers)}
+        assert [*runs_in(folder).items()] == [*names.items()]
+        last = names[max(numbers)]
+        if finished:
+            mark_finished(last)
+        assert left_unfinished(folder) == ("" if finished else last)
+
     def test_what_else_is_there_does_not_count(self, tmp_path: Path) -> None:
         for name in ("run_7", "run_007x", "xrun_008", "run_abc", "notes.txt"):
             (tmp_path / name).touch()
@@ -153,3 +184,22 @@ class TestTheDirectoriesOfRuns:
     ) -> None:
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
         assert len({next_run(elsewhere)[0] for _ in range(20)}) == 20
+
+
+class TestTheLockOfARun:
+    def test_it_names_its_last_holder_alone_however_many_there_were(self, tmp_path: Path) -> None:
+        release(hold(str(tmp_path)))
+        assert stat.S_IMODE((tmp_path / LOCK).stat().st_mode) & 0o077 == 0
+        (tmp_path / LOCK).write_text("process 123456789 on another host with a long name")
+        mine = f"process {os.getpid()} on {socket.gethostname()}"
+        for _ in range(2):
+            file = hold(str(tmp_path))
+            with pytest.raises(UsageError, match=f"{tmp_path} is in use by {mine}; wait until"):
+                hold(str(tmp_path))
+            release(file)
+            release(file)
+        assert (tmp_path / LOCK).read_text() == mine
+
+    def test_a_url_has_none(self, elsewhere: str) -> None:
+        assert hold(elsewhere) is None
+        release(None)

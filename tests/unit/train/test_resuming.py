@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -57,6 +58,47 @@ def test_parameters_are_not_lost_by_the_death_of_a_second_driver_before_it_has_r
     assert states(study) == [TrialState.FAIL, TrialState.FAIL, TrialState.WAITING]
     study.optimize(objective, n_trials=1)
     assert study.best_params == parameters
+
+
+class Killed(BaseException):
+    """The process of the driver has ended."""
+
+
+class KilledAfter(optuna.Study):
+    """A study that one driver changes so many times before it is killed."""
+
+    left = 0
+
+    def enqueue_trial(self, *args: Any, **how: Any) -> None:
+        self._lives()
+        super().enqueue_trial(*args, **how)
+
+    def tell(self, *args: Any, **how: Any) -> Any:
+        self._lives()
+        return super().tell(*args, **how)
+
+    def _lives(self) -> None:
+        if not self.left:
+            raise Killed
+        self.left -= 1
+
+
+@pytest.mark.parametrize("changes", range(5))
+def test_no_parameters_are_lost_when_a_driver_is_killed_while_it_resumes_those_of_another(
+    changes: int,
+) -> None:
+    storage = optuna.storages.InMemoryStorage()
+    study = optuna.create_study(storage=storage)
+    parameters = [left(study)["x"] for _ in range(2)]
+    killed = KilledAfter(study.study_name, storage)
+    killed.left = changes
+    with contextlib.suppress(Killed):
+        resume(killed, 9)
+    resume(study, 9)
+    study.optimize(objective, n_trials=5)
+    tried = [trial.params["x"] for trial in study.trials if trial.state == TrialState.COMPLETE]
+    assert {*parameters} <= {*tried}
+    assert TrialState.RUNNING not in states(study)
 
 
 def test_trials_of_drivers_that_live_or_are_elsewhere_stay_as_they_are() -> None:

@@ -144,6 +144,20 @@ def test_another_trainer_has_the_same_settings_and_a_directory_of_its_own() -> N
     assert another(Trainer(1))._logdir == ""
 
 
+def test_another_trainer_has_nothing_of_what_the_first_one_has_begun() -> None:
+    kept = {"_setup", "_decode", "_max_failures", "_retry", "_grow_every", "_hook", "_kind"}
+    trainer, begun = Trainer(2, "none", logdir="/runs"), object()
+    trainer._hook, trainer._kind = dict, list
+    for name in vars(trainer).keys() - kept - {"_logdir"}:
+        setattr(trainer, name, begun)
+    other, new = vars(another(trainer)), vars(Trainer(2, "none"))
+    assert {name for name in kept if other[name] is not getattr(trainer, name)} == set()
+    assert {name: other[name] for name in new.keys() - kept - {"_logdir", "_trainables"}} == {
+        name: new[name] for name in new.keys() - kept - {"_logdir", "_trainables"}
+    }
+    assert len(other["_trainables"]) == 0
+
+
 def test_functions_run_with_few_threads_unless_the_environment_says_how_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -34,7 +35,7 @@ from unirun.train.worker import TrainWorker
 from unirun.wire.messages import RoleView, View, Welcome, WorkerView
 
 Step = Literal[
-    "report", "interrupt", "interrupt the one before", "interrupt the next", "lose", "fail", "exit"
+    "report", "seed", "interrupt", "interrupt the one before", "interrupt the next", "lose", "fail", "exit"
 ]
 
 ENDS: dict[Step, str] = {
@@ -45,7 +46,7 @@ ENDS: dict[Step, str] = {
 }
 """The steps after which a function is over, and the reason that its driver gets."""
 
-STEPS = st.lists(st.sampled_from(["report", "report", "report", *Step.__args__]), max_size=4)  # type: ignore[attr-defined]
+STEPS = st.lists(st.sampled_from(["report", "report", "report", "seed", *Step.__args__]), max_size=4)  # type: ignore[attr-defined]
 
 
 def role(generation: int) -> RoleView:
@@ -121,6 +122,7 @@ class Ranks(RuleBasedStateMachine):
         waits = Driver(self.worker, self.attempt)
         self.worker.teardown()
         assert waits.over() == (0, "another attempt has begun")
+        assert not torch.are_deterministic_algorithms_enabled()
         for each in self.others:
             each.join(WAIT_TIMEOUT)
         self._patch.undo()
@@ -149,6 +151,10 @@ class Ranks(RuleBasedStateMachine):
         match step:
             case "report":
                 train.report(attempt=attempt)
+            case "seed":
+                for _ in range(2):
+                    train.enable_reproducibility(attempt)
+                assert torch.are_deterministic_algorithms_enabled()
             case "interrupt":
                 self.beside(lambda: self.worker.interrupt(attempt, ENDS["interrupt"].format(attempt)))
                 threading.Event().wait(WAIT_TIMEOUT)
@@ -175,6 +181,8 @@ class Ranks(RuleBasedStateMachine):
         def function(*args: Any) -> int:
             given.extend(args)
             assert train.in_worker()
+            # Nothing of the attempts before holds for this one.
+            assert not torch.are_deterministic_algorithms_enabled()
             for each in steps:
                 done.append(each)
                 self.step(each, attempt)

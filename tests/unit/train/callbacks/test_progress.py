@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 import sys
@@ -148,6 +149,18 @@ def test_the_table_is_redrawn_in_place_ten_times_a_second_and_at_the_end(
     callback.finish_training(None)
     assert screen.drawings[-1][-1].split()[1] == "7"
     assert screen.text.endswith("\n\x1b[?25h"), "the cursor is shown again"
+
+
+@pytest.mark.parametrize("seconds", [*itertools.product((0.05, 0.1), repeat=3)])
+def test_the_last_report_is_shown_whenever_those_before_it_have_come(
+    screen: Screen, clock: FakeClock, seconds: tuple[float, ...]
+) -> None:
+    callback = ProgressCallback(console=console(screen, force_terminal=True), clock=clock)
+    callback.start_training("/logs", {})
+    for iteration, clock.now in enumerate(itertools.accumulate((0.0, *seconds)), 1):
+        callback.handle_result(report(iteration, {"loss": 1}))
+    callback.finish_training(None)
+    assert screen.drawings[-1][-1].split()[1] == str(len(seconds) + 1)
 
 
 def test_what_is_printed_meanwhile_stands_above_the_table(

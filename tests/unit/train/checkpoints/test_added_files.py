@@ -124,7 +124,9 @@ def test_a_session_finds_the_files_of_the_checkpoint_that_it_goes_on_from(
     assert (found / "more" / "weights").read_bytes() == b"w" * 100
     assert session.files(1) is None
     assert Session().files(0) is None
+    # Those behind a URL were copied, and only the copies go.
     session.close()
+    assert found.exists() == folder.local
 
 
 def test_every_rank_says_whether_it_has_files() -> None:

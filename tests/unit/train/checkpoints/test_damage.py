@@ -151,3 +151,24 @@ def test_a_part_that_cannot_be_written_is_told_with_the_number_and_the_path(tmp_
     with pytest.raises(OSError, match=f"checkpoint 1 is not written: Is a directory: '{tmp_path}/000001'"):
         writer.commit(1).result(WAIT_TIMEOUT)
     writer.close()
+
+
+@pytest.mark.parametrize("count", range(3))
+def test_the_checkpoints_of_an_attempt_have_one_process_group_which_ends_with_it(
+    tmp_path: Path, count: int
+) -> None:
+    model, formed, ended = torch.nn.Linear(8, 8), list[object](), list[object]()
+    fully_shard(model)
+
+    def form() -> object:
+        formed.append(dist.new_group(backend="gloo"))
+        return formed[-1]
+
+    writer = CheckpointWriter(Folder(str(tmp_path)), CheckpointStrategy(), 0, 1, 1, (), form, ended.append)
+    for number in range(1, count + 1):
+        writer.save({"model": model}, {})
+        writer.commit(number).result(WAIT_TIMEOUT)
+    assert ended == []
+    writer.close()
+    assert ended == formed
+    assert len(formed) == min(count, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,18 @@ from hypothesis import strategies as st
 
 from unirun.errors import CheckpointDamaged
 from unirun.train.checkpoints import Folder, Manifest
+from unirun.train.checkpoints import folder as module
 from unirun.train.checkpoints.state import load
 from unirun.train.data import Consumed
+
+CHUNK = 16
+
+
+@pytest.fixture(autouse=True, scope="module")
+def files_of_several_chunks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "CHUNK", CHUNK)
+        yield
 
 
 @pytest.fixture(params=["path", "memory"])
@@ -75,7 +86,7 @@ def test_the_one_before_another_is_found(folder: Folder) -> None:
 
 
 @given(
-    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    sizes=st.lists(st.integers(0, 3 * CHUNK), min_size=1, max_size=12),
     world=st.integers(1, 5),
     choice=st.integers(0, 1000),
 )

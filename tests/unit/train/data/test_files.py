@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import pickle
@@ -132,8 +133,24 @@ class TestListed:
             write(tmp_path / "list.txt", "a\nb\nc\n")
             found = Files.listed_in(path)
             write(tmp_path / "list.txt", changed)
-            with pytest.raises(UsageError, match="list.txt has changed since it was read first; leave it"):
-                found.path(0)
+            for _ in range(2):
+                with pytest.raises(
+                    UsageError, match="list.txt has changed since it was read first; leave it"
+                ):
+                    found.path(0)
+
+    def test_a_list_that_could_not_be_read_for_a_moment_is_read_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(files, "LINES", 2)
+        path = write(tmp_path / "list.txt", "a\nb\nc\nd\n")
+        found = Files.listed_in(path)
+        for index, name in enumerate("abcd"):
+            (tmp_path / "list.txt").rename(tmp_path / "away.txt")
+            with contextlib.suppress(FileNotFoundError):
+                assert found.path(index) == name
+            (tmp_path / "away.txt").rename(tmp_path / "list.txt")
+            assert found.path(index) == name
 
     def test_a_list_goes_to_other_processes_without_its_lines(self, tmp_path: Path) -> None:
         path = write(tmp_path / "list.txt", "path\n" * 5000)
