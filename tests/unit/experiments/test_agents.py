@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from tests.unit.rollout.fake_completer import FakeCompleter
-from tests.waiting import WAIT_TIMEOUT
+from tests.waiting import WAIT_TIMEOUT, eventually_async
 from unirun.errors import EpisodeFailed, UsageError
 from unirun.experiments import BundledGenerationOutputs, GenerationConfig, SequenceSample
 from unirun.experiments.agents import run_of, sampling_of
+from unirun.rollout.completing import Completion
 from unirun.rollout.episodes import Group
-from unirun.rollout.pool import Pool
+from unirun.rollout.pool import Pool, Recorder
 
 AGAIN = 99
 
@@ -160,6 +161,27 @@ def test_an_error_of_an_engine_is_raised_though_the_agent_waits_for_its_answer()
 
     with pytest.raises(EpisodeFailed, match="no engine"):
         groups(TwoTurns(), FakeCompleter(broken), [[5]] * 20, Examiner)
+
+
+def test_requests_of_an_observation_are_given_up_when_one_of_them_has_failed() -> None:
+    class Broken(FakeCompleter):
+        """Answers none, and refuses the third."""
+
+        async def complete(self, *args: Any, **how: Any) -> Completion:
+            if len(self.requests) == 2:
+                raise ConnectionError("no engine")
+            return await super().complete(*args, **how)
+
+    async def story() -> None:
+        engine = Broken()
+        engine.hold()
+        client = Recorder(engine, lambda completion: None, conversation="q")
+        with pytest.raises(ConnectionError):
+            await run_of(Single())({"id": "q", "input_ids": [5]}, client)
+        assert len(engine.requests) == 2
+        await eventually_async(lambda: not engine.waiting, "no request waits")
+
+    asyncio.run(story())
 
 
 def test_an_object_that_is_no_agent_is_refused() -> None:

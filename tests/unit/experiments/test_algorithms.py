@@ -98,6 +98,24 @@ def test_a_step_with_fewer_groups_than_parts_has_the_figures_of_those_that_there
     assert figures["ratio"] == figures["ratio_max"] == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_nothing_is_clipped_as_long_as_the_policy_is_the_one_that_has_made_the_tokens(
+    temperature: float,
+) -> None:
+    policy, interface = model(), DecoupledGRPO(temperature=temperature)
+    sample = trajectories((0.0, 1.0), (2.0, 1.0))
+    made = interface.inference(policy, sample, MicroBatchSpec())
+    assert made is not None
+    for more in (made, made.remap({"packed_logprobs": "proximal_logprobs"}).update(made)):
+        found = DecoupledGRPO(temperature=temperature).train_step(
+            model(), sample.update(more), MicroBatchSpec()
+        )
+        assert (found["clipped"], found["ratio"], found["ratio_max"]) == (
+            0.0,
+            *[pytest.approx(1.0, abs=1e-5)] * 2,
+        )
+
+
 class Digits:
     """A token is a digit; 0 ends."""
 

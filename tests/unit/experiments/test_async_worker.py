@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.effort import examples
 from tests.waiting import WAIT_TIMEOUT
-from unirun.errors import QueueTimeout, UnirunError
+from unirun.errors import QueueTimeout, UnirunError, UsageError
 from unirun.experiments import async_worker
 from unirun.experiments.async_worker import AsyncModelWorkerProcess
 from unirun.experiments.buffer import BUFFER_RANK, Buffer
@@ -86,6 +86,7 @@ class Room:
     def __init__(self) -> None:
         self.kept, self.version = 0, 0
         self.opened, self.closed = 0, threading.Event()
+        self.error: Exception | None = None
 
     def opens(self, manager: object) -> Room:
         self.opened += 1
@@ -93,6 +94,8 @@ class Room:
 
     def get_some(self, count: int, timeout: float) -> list[Item]:
         assert self.closed.wait(WAIT_TIMEOUT)
+        if self.error is not None:
+            raise self.error
         raise QueueTimeout("none has come", "", queue="trajectories")
 
     def keep(self, count: int) -> None:
@@ -124,6 +127,8 @@ class Histories:
         self.step = data.draw(st.integers(0, 9), "steps of an earlier process")
         self.come = self.kept = 0
         self.waiting: list[str] = []
+        self.there: list[str] = []
+        """Those that are needed, also by steps that are made again."""
         self.flight: dict[int, list[str]] = {}
 
     def play(self) -> None:
@@ -135,6 +140,14 @@ class Histories:
                 found = self.store.data(step, "x", ids)
                 assert found.tolist() == [float(each) for each in ids]
             assert self.room.kept == self.kept
+            number, found, counts = self.worker.accepted(self.attempt, 0, 0.0)
+            assert (number, [meta.ids[0] for _, meta in found], counts) == (self.come, self.there, (0, 0))
+        if self.data.draw(st.booleans(), "trajectories cannot be taken any more"):
+            self.room.error = UsageError("a trajectory was put without a version")
+            self.room.closed.set()
+            self.worker._intake._thread.join(WAIT_TIMEOUT)
+            with pytest.raises(UsageError, match="put without a version"):
+                self.worker.accepted(self.attempt, 0, 0.0)
 
     def receive(self) -> int:
         """The start of an attempt. Only the first one in this process finds trajectories of another."""
@@ -151,6 +164,7 @@ class Histories:
             [(SequenceSample.of({"x": [[torch.tensor(float(each))]]}, [each]), 0) for each in new]
         )
         self.waiting += new
+        self.there += new
 
     def read(self) -> None:
         """The data of the next step, or of the one after it, is read."""
@@ -170,12 +184,13 @@ class Histories:
             self.worker.publish(self.attempt, self.step)
             assert (self.channel.version, self.room.version) == (max(self.channel.states), self.step)
             self.worker.release(self.attempt, ids, dropped=False)
-            assert not any(each in [*self.buffer._found] for each in ids)
+            self.there = [each for each in self.there if each not in ids]
 
     def drop(self) -> None:
         """The oldest trajectory is too old. It may have been dropped before."""
         if self.waiting:
             old = self.waiting.pop(0)
+            self.there.remove(old)
             for _ in range(self.data.draw(st.integers(1, 2), "times")):
                 self.worker.release(self.attempt, [old], dropped=True)
             self.kept -= 1

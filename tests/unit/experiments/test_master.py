@@ -5,14 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from unirun.errors import CheckpointDamaged, TrainingFailed, UsageError, WorkerLost
@@ -32,10 +36,10 @@ from unirun.experiments.experiment import Experiment, ExperimentConfig, Trial, r
 from unirun.experiments.graph import topology
 from unirun.experiments.master import MasterWorkerProcess, why_over
 from unirun.experiments.orders import StepProgress
-from unirun.experiments.recovery import Recovery
+from unirun.experiments.recovery import RecoverInfo, Recovery
 from unirun.train.losses import Repeats, kind_of, loss_of
 
-from .sample_configs import ACTOR, PROMPTS, TRAIN, at, call, config_with
+from .sample_configs import ACTOR, CRITIC, PROMPTS, TRAIN, at, call, config_with
 
 
 @dataclass
@@ -48,6 +52,7 @@ class Trained(Experiment):
     saves: bool = True
     seed: int = 1
     tracked: bool = False
+    critic: bool = False
 
     def scheduling_setup(self) -> ExperimentScheduling:
         """As many workers as ranks."""
@@ -59,6 +64,9 @@ class Trained(Experiment):
         control = ExperimentSaveEvalControl(self.steps, save_freq_steps=every, ckpt_freq_steps=2)
         calls = [call("train", ["prompt"], (), ACTOR, TRAIN, self.n_seqs)]
         models = {ACTOR: at(topology(data=self.data))}
+        if self.critic:
+            calls.append(call("critic", ["prompt"], (), CRITIC, TRAIN, self.n_seqs))
+            models[CRITIC] = at(topology(data=self.data))
         config = config_with(calls, model_workers(models, seed=self.seed, datasets=[PROMPTS]), control)
         config.auto_eval, config.evaluator = self.saves, AutomaticEvaluator(PROMPTS)
         if self.tracked:
@@ -103,17 +111,19 @@ class Workers:
         contents_later: Sequence[str] = (),
         lost: Sequence[str] = ("model_worker:0",),
         lost_at_start: Sequence[str] = (),
+        lost_in_save: Sequence[str] = (),
     ) -> None:
         self.asked: list[str] = []
         self._lost, self._lost_at_start = itertools.cycle(lost), [*lost_at_start]
         self._damaged, self.lost_in, self.times = damaged, lost_in, times
+        self._run, self._lost_in_save = run, [*lost_in_save]
         self._contents_later = contents_later
         self._unreadable, self._contents = unreadable, contents or [content]
         self.about = Method(self._about)
         self.not_finite = Method(lambda attempt, names: [[], list(diverged)])
         self.restore = Method(self._restore)
         self.checkpoint = Method(lambda attempt, step: None)
-        self.save = Method(lambda attempt, name, path: Path(path, "model.pt").write_text(run))
+        self.save = Method(self._save)
         self.evaluate = Method(lambda attempt, name: self._note("evaluate", [{"right": 1.0, "count": 2.0}]))
 
     @property
@@ -140,6 +150,11 @@ class Workers:
     def _note(self, what: str, answer: Any) -> Any:
         self.asked.append(what)
         return answer
+
+    def _save(self, attempt: int, name: str, path: str) -> None:
+        if self._lost_in_save[:1] == [name]:
+            raise WorkerLost("a worker has died", worker=self._lost_in_save.pop(0))
+        Path(path, "model.pt").write_text(self._run)
 
     def _restore(self, attempt: int, step: int | None, spec: object) -> list[dict[str, int]]:
         self.asked.append(f"restore {step}")
@@ -494,6 +509,16 @@ class TestWhatIsMadeAgain:
             {"save": "step000004", "of": "second"},
         ]
 
+    @pytest.mark.parametrize("lost_in", [["train"], ["critic"], ["critic", "train"], ["critic", "critic"]])
+    def test_all_models_are_saved_though_a_worker_is_lost_between_two_of_them(
+        self, run: Run, tmp_path: Path, lost_in: list[str]
+    ) -> None:
+        workers = Workers("first", lost_in_save=lost_in)
+        run(workers, "saves=false", "critic=true")
+        assert workers._lost_in_save == (["train"] if lost_in == ["critic", "train"] else [])
+        saved = sorted(path.relative_to(tmp_path) for path in tmp_path.glob("checkpoints/*/*"))
+        assert saved == [Path("checkpoints", role, "step000004") for role in ("actor", "critic")]
+
     def test_each_line_is_there_once_though_a_worker_is_lost(self, run: Run, tmp_path: Path) -> None:
         for lost_in in (1, 2, 4):
             workers = Workers("first", lost_in=lost_in)
@@ -529,3 +554,70 @@ def test_a_trial_that_has_ended_is_evaluated_once_however_often_it_is_started(
     assert first["train/eval_right"] == 0.5
     assert lines(tmp_path, "evaluations.jsonl") == before
     assert set(models(tmp_path).values()) == {"first"}
+
+
+def test_how_a_worker_has_ended_in_an_attempt_before_is_not_its_end_in_this_one(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[tuple[float, str]] = []
+
+    def end_of(root: Path, worker: str, since: float) -> tuple[str, str] | None:
+        return next(((worker, end) for at, end in reversed(ended) if at >= since), None)
+
+    class Known(Workers):
+        """Workers of which the job tells the first end alone in time."""
+
+        def lose(self) -> WorkerLost:
+            if not ended:
+                ended.append((time.time(), "exit code 3"))
+            return super().lose()
+
+    monkeypatch.setattr(master, "job_of", lambda root: "job")
+    monkeypatch.setattr(master, "end_of", end_of)
+    run(Known("first", lost_in=2, times=2))
+    told = [line for line in capsys.readouterr().err.splitlines() if "goes on from its last" in line]
+    assert ["exit code 3" in line for line in told] == [True, False]
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.floats(0.0, 4.0)), max_size=12),
+    st.integers(0, 4),
+    st.none() | st.integers(0, 12),
+)
+def test_a_step_waits_for_trajectories_as_long_as_some_come(
+    looks: list[tuple[bool, float]], needs: int, lost_at: int | None
+) -> None:
+    """Each look takes a while, and finds whether one has come; a worker may be lost meanwhile. Patience: 5 s."""
+    now, come, at = 0.0, 0, 0
+
+    def wait() -> bool:
+        nonlocal now, come, at
+        found, seconds = looks[at] if at < len(looks) else (False, 1.0)
+        now, come, at = now + seconds, come + found, at + 1
+        return found
+
+    trial: Any = object.__new__(MasterWorkerProcess)
+    trial._source = SimpleNamespace(ids=lambda step: ("a",) if come >= needs else None, wait=wait, waiting=0)
+    trial._patience, trial._generation, trial._first = 5.0, 0, SimpleNamespace(n_seqs=needs)
+    trial._generation_now = lambda: int(lost_at is not None and at > lost_at)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(master, "time", SimpleNamespace(monotonic=lambda: now))
+        try:
+            end: Any = trial._wait_for_trajectories(RecoverInfo())
+        except (TrainingFailed, WorkerLost) as error:
+            end = type(error)
+    expected: Any = 0.0
+    begun, last, found = 0.0, 0.0, 0
+    for number, (comes, seconds) in enumerate((*looks, *[(False, 1.0)] * 7)):
+        if found >= needs:
+            break
+        begun, found = begun + seconds, found + comes
+        last = begun if comes else last
+        expected = begun
+        if begun - last > 5.0:
+            expected = TrainingFailed
+            break
+        if lost_at is not None and number >= lost_at:
+            expected = WorkerLost
+            break
+    assert end == (pytest.approx(expected) if isinstance(expected, float) else expected)

@@ -1,4 +1,4 @@
-"""A shard of a model in a worker: which of its tensors have diverged."""
+"""A shard of a model in a worker: which of its tensors have diverged, and the mesh that it is in."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from unirun.experiments.model_worker import ModelShard
+from tests.unit.experiments.sample_configs import ACTOR, CRITIC
+from unirun.experiments.graph import topology
+from unirun.experiments.model_worker import ModelShard, ModelWorkerProcess
 
 
 def shard_of(tensors: dict[str, torch.Tensor]) -> ModelShard:
@@ -42,3 +46,20 @@ def test_a_model_without_an_engine_has_none() -> None:
     shard.model.engine = None
     shard.begins()
     assert shard.not_finite() == []
+
+
+def test_a_model_has_one_mesh_for_as_long_as_the_process_group_lives() -> None:
+    worker: Any = object.__new__(ModelWorkerProcess)
+    worker._meshes, worker._meshes_of, worker._device = {}, None, torch.device("cpu")
+    worker._resolved = SimpleNamespace(workers_of=lambda name: [0, 1])
+    made: list[Any] = []
+    for _ in range(2):
+        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+        try:
+            meshes = [worker._mesh(name, topology(data=2)) for name in (ACTOR, CRITIC)]
+            assert all(worker._mesh(name, topology(data=2)) is mesh for name, mesh in worker._meshes.items())
+            assert [mesh.get_group("data").size() for mesh in meshes] == [2, 2]
+            made += meshes
+        finally:
+            dist.destroy_process_group()
+    assert len({*map(id, made)}) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +67,18 @@ def test_workers_share_each_epoch_and_each_row_is_there_for_the_agent() -> None:
     assert data["prompt"] == f"{data['id']}+1="
     assert data["input_ids"] == Letters().encode(data["prompt"])
     assert data["answer"] == int(data["id"]) + 1
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_each_epoch_has_all_prompts_once_in_an_order_of_its_own(world: int) -> None:
+    count, epochs = 12, 4
+    sources = [prompts(dataset(count), Letters(), rank, world, seed=5) for rank in range(world)]
+    found = [
+        [tuple(data["id"] for data in islice(each, count // world)) for each in sources]
+        for _ in range(epochs)
+    ]
+    assert [sorted(itertools.chain(*epoch)) for epoch in found] == [sorted(map(str, range(count)))] * epochs
+    assert len({tuple(epoch) for epoch in found}) == epochs
 
 
 def test_a_worker_that_was_started_again_does_not_begin_with_the_same_prompts() -> None:

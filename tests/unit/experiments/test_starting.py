@@ -10,8 +10,11 @@ import stat
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
 from omegaconf import OmegaConf
 
@@ -488,6 +491,26 @@ class TestAStartThatMakesNoJob:
         assert job_of(root_of("", "ppo", "first")) == "ppo-first-1"
 
 
+wanted = st.builds(
+    TasksGroup,
+    st.integers(1, 5),
+    st.builds(Scheduling, cpu=st.integers(1, 3), gpu=st.integers(0, 2)),
+)
+
+
+def fit(nodes: list[tuple[int, int]], workers: list[tuple[int, int]]) -> bool:
+    """Return True if there is a place for each worker on nodes with so many GPUs and processors."""
+    if not workers:
+        return True
+    (gpu, cpu), *others = workers
+    for at, (gpus, cpus) in enumerate(nodes):
+        if (gpus, cpus) not in nodes[:at] and gpus >= gpu and cpus >= cpu:
+            left = [*nodes[:at], (gpus - gpu, cpus - cpu), *nodes[at + 1 :]]
+            if fit(sorted(left, reverse=True), others):
+                return True
+    return False
+
+
 class TestSlurm:
     @staticmethod
     def asked(nodes: int, partition: str = "", **groups: TasksGroup) -> str:
@@ -516,6 +539,34 @@ class TestSlurm:
             evaluator=TasksGroup(1, Scheduling(cpu=1, gpu=1)),
         )
         assert found == "nodes=2,cpus_per_task=13,gpus_per_node=6,mem=6500M"
+
+    def needs(self, groups: list[TasksGroup], nodes: int) -> tuple[int, int]:
+        """The GPUs and the processors that are asked of each node for these groups."""
+        named: dict[str, Any] = {str(at): group for at, group in enumerate(groups)}
+        words = dict(word.split("=") for word in self.asked(nodes, **named).split(","))
+        master = Scheduling.master_worker_default()
+        return int(words.get("gpus_per_node", 0)), int(words["cpus_per_task"]) - master.cpu
+
+    @given(groups=st.lists(wanted, min_size=1, max_size=3), nodes=st.integers(1, 3))
+    def test_what_is_asked_for_has_room_for_all_workers(self, groups: list[TasksGroup], nodes: int) -> None:
+        workers = [(each.scheduling.gpu, each.scheduling.cpu) for each in groups for _ in range(each.count)]
+        assert fit([self.needs(groups, nodes)] * nodes, sorted(workers, reverse=True))
+
+    @given(
+        st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=4), st.integers(1, 4)
+    )
+    def test_no_place_is_asked_for_as_long_as_larger_workers_leave_some(
+        self, sizes: list[tuple[int, int]], nodes: int
+    ) -> None:
+        """Each worker fits into the place of any larger one, so there are no more places than for all alike."""
+        groups = [TasksGroup(count, Scheduling(cpu=size, gpu=size - 1)) for count, size in sizes]
+        gpus = cpus = count = places = 0
+        for group in sorted(groups, key=lambda group: -group.scheduling.cpu):
+            count += group.count
+            more = -(-count // nodes) - places
+            gpus, cpus = gpus + more * group.scheduling.gpu, cpus + more * group.scheduling.cpu
+            places += more
+        assert self.needs(groups, nodes) == (gpus, cpus)
 
     def test_the_workers_of_a_trial_are_those_of_its_job(self, config: ExperimentConfig) -> None:
         config.generation_server = [GenerationServer(7, "vllm", {}, "m", 2)] * 2

@@ -57,6 +57,7 @@ from unirun.experiments.graph import (
     ModelInterfaceAbstraction,
     ModelName,
     OffloadHook,
+    ParamReallocHook,
     topology,
 )
 from unirun.experiments.master import MasterWorkerProcess
@@ -75,10 +76,11 @@ from unirun.train.data.plan import SampleOrder
 from .sample_configs import ACTOR, COPY, GENERATE, INFERENCE, REF, TRAIN, realloc
 
 ETA, SEED = 0.25, 3
-AHEAD = ModelName("ahead")
+AHEAD, SLOW = ModelName("ahead"), ModelName("slow")
 WORKERS = 4
-"""Two for the actor, which is trained; one for its copy, which generates; one for its moving average, and for a model
-whose call runs ahead: it needs the samples alone, so it runs while the step before trains."""
+"""Two for the actor, which is trained; one for its copy, which generates; one for its moving averages, of which one takes
+its parameters and the other one is given them, and for a model whose call runs ahead: it needs the samples alone, so it
+runs while the step before trains."""
 
 Figures = dict[str, float]
 
@@ -241,10 +243,11 @@ class Histories(Experiment):
             COPY: Allocation(*parts, topology(), 2),
             REF: Allocation(*parts, topology(), 3),
             AHEAD: Allocation(*parts, topology(), 3),
+            SLOW: Allocation(*parts, topology(), 3),
         }
         checked, n, needs = ModelInterfaceAbstraction("tests-checked"), self.n_seqs, ("prompt", "tokens")
         freed: Any = {"pre_hooks": (realloc(ACTOR),), "post_hooks": (OffloadHook(),)}
-        kept: Any = {"post_hooks": (OffloadHook(),)}
+        kept: Any = {"post_hooks": (ParamReallocHook(target=SLOW, eta=ETA), OffloadHook())}
         average: Any = {"pre_hooks": (realloc(ACTOR, ETA),)}
         calls = [
             MFCDef("gen", n, GENERATE, checked, COPY, ("prompt",), ("tokens",), **freed),
@@ -277,7 +280,7 @@ class Expected:
     actor: float
 
 
-TOLD = ("load", "call", "not_finite", "checkpoint", "save", "evaluate")
+TOLD = ("load", "call", "reallocate", "not_finite", "checkpoint", "save", "evaluate")
 """Methods of a worker that are called in one attempt."""
 
 
@@ -500,7 +503,12 @@ class History:
             str(path.relative_to(self.root / "recover" / f"{step:06}"))
             for path in (self.root / "recover" / f"{step:06}").rglob("*.pt")
         }
-        assert files == {"actor@0/00000.pt", "actor@0/00001.pt", "ref@0/00000.pt", "ahead@0/00000.pt"}
+        names = (
+            "actor@0/00000.pt",
+            "actor@0/00001.pt",
+            *(f"{name}@0/00000.pt" for name in ("ref", "ahead", "slow")),
+        )
+        assert files == {*names}
 
     # What runs.
 
@@ -596,10 +604,14 @@ class History:
             scores = [score for (score,) in wanted.data["score"].values()]
             assert line["train/score"] == pytest.approx(sum(scores) / len(scores), rel=1e-12)
             assert line["train/samples"] == len(wanted.ids)
-            # Two models get a number of the actor; prompts go to both of the workers besides those of the first call, and
-            # so do tokens, scores and bonuses to one.
+            # Three models get a number of the actor; prompts go to both of the workers besides those of the first call,
+            # and so do tokens, scores and bonuses to one.
             tokens = sum(map(len, wanted.data["prompt"].values()))
-            assert line["bytes_moved"] == line["bytes_needed"] == 8 * (2 + 2 * tokens + 4 * len(wanted.ids))
+            assert line["bytes_moved"] == line["bytes_needed"] == 8 * (3 + 2 * tokens + 4 * len(wanted.ids))
+        slow = first_of("slow")
+        for number in range(1, count + 1):
+            slow += ETA * (self.expected(number).actor - slow)
+        assert float(self.workers[-1]._shards[SLOW].model.running().tensors()["w"]) == pytest.approx(slow)
         actor = self.expected(count).actor
         assert figures["train/eval_w"] == pytest.approx(actor)
         evaluated = [*range(0, count + 1, self.how.evaluate)] if self.how.evaluate else []
@@ -653,7 +665,7 @@ experiments = st.builds(
     ckpt=st.integers(1, 2),
     evaluate=st.none() | st.integers(1, 2),
 )
-METHODS = ("about", "restore", "load", "call", "give", "not_finite", "checkpoint", "save", "evaluate")
+METHODS = ("about", "restore", "give", *TOLD)
 calls = st.tuples(st.sampled_from(METHODS), st.integers(0, 15) | st.integers(0, 40))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.unit.experiments.models.test_stage import CONFIG, place
-from tests.waiting import WAIT_TIMEOUT, eventually
+from tests.waiting import WAIT_TIMEOUT, eventually, eventually_async
 from unirun.errors import UsageError, WeightsError
 from unirun.experiments import GenerationConfig
 from unirun.experiments.models.generation import Continuation
@@ -180,14 +180,17 @@ def test_a_request_for_which_nobody_waits_leaves_its_slot(server: Server) -> Non
 def asked(server: Server, story: Callable[[Callable[..., Awaitable[Any]]], Awaitable[None]]) -> None:
     """The story, with a function that sends a request to the routes."""
 
-    async def ask(path: str, body: Any = None, method: str = "POST") -> tuple[int, Any]:
+    async def ask(
+        path: str, body: Any = None, method: str = "POST", leaves: asyncio.Event | None = None
+    ) -> tuple[int, Any]:
         sent: list[Any] = []
         messages = [{"type": "http.request", "body": json.dumps(body or {}).encode()}]
 
         async def receive() -> Any:
             if messages:
                 return messages.pop()
-            return await asyncio.Event().wait()
+            await (leaves or asyncio.Event()).wait()
+            return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
             sent.append(message)
@@ -217,6 +220,43 @@ def test_the_routes_answer_as_those_of_vllm(server: Server) -> None:
         assert (await ask("/pause?mode=keep&clear_cache=false"))[0] == 200
         assert await ask("/is_paused", method="GET") == (200, {"is_paused": True})
         assert (await ask("/resume"))[0] == 200
+
+    asked(server, story)
+
+
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/completions"])
+def test_sequences_of_a_client_that_has_gone_are_given_up(server: Server, path: str) -> None:
+    async def story(ask: Any) -> None:
+        leaves, how = asyncio.Event(), {"max_tokens": LONG, "n": 2}
+        body = {"prompt": [1], **how} if "completions" in path else {"token_ids": [1], "sampling_params": how}
+        answer = asyncio.create_task(ask(path, body, leaves=leaves))
+        await eventually_async(lambda: server.generator.running == 2, "they are continued")
+        # What it holds until the client goes, it holds for ever without that.
+        result(server.generator.pause("keep", clear_cache=False))
+        leaves.set()
+        assert (await answer)[0] == 499
+        await eventually_async(lambda: not server.generator.running, "nobody waits for them")
+
+    asked(server, story)
+
+
+def test_all_that_wait_hear_that_generation_has_failed(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result(server.generator.pause("keep", clear_cache=False))
+    ends = [server.generator.generate(sequence()) for _ in range(6)]
+    eventually(lambda: server.generator.running == 6, "all have come")
+
+    def fails() -> None:
+        raise MemoryError("no memory on the device")
+
+    monkeypatch.setattr(server.generator._slots, "step", fails)
+    server.generator.resume()
+    assert [result(end) for end in ends] == ["abort"] * 6
+    assert isinstance(server.generator.failed.exception(WAIT_TIMEOUT), MemoryError)
+
+    async def story(ask: Any) -> None:
+        assert (await ask("/health", method="GET"))[0] == 503
 
     asked(server, story)
 
