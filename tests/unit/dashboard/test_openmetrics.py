@@ -103,6 +103,15 @@ def test_a_job_that_has_ended_long_ago_is_left_out() -> None:
     assert "job-1" not in exposition(Jobs(), time.time())
 
 
+def test_a_job_whose_processes_are_gone_is_shown_for_an_hour_after_it_has_written_its_state() -> None:
+    written = record("job-1", phase="running").state.stat().st_mtime
+    phases = {
+        minutes: 'phase="lost"' in exposition(Jobs(), written + 60.0 * minutes)
+        for minutes in (1, 59, 61, 600)
+    }
+    assert phases == {1: True, 59: True, 61: False, 600: False}
+
+
 def test_time_before_the_start_and_after_a_failure_is_no_goodput() -> None:
     job = record("job-1")
     events = [*read_events(job.events)]

@@ -7,9 +7,13 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
+
 from tests.unit.cli.in_process import run_cli
 from tests.unit.dashboard.recorded import MARKUP, record
+from unirun.dashboard import report
 from unirun.dashboard.report import report_of
+from unirun.values import WorkerId
 
 
 class Elements(HTMLParser):
@@ -46,6 +50,24 @@ def test_a_report_has_all_of_a_job_and_needs_nothing_else() -> None:
     assert len(logs) == 1
     assert MARKUP in logs[0]
     assert not [link for link in found.links if not link.startswith(("data:", "#"))]
+
+
+@pytest.mark.parametrize("room", [0, 5, 25, 1000])
+def test_a_report_has_only_so_much_of_logs_those_of_failed_ranks_first(
+    monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    job = record("job-1")
+    for rank in range(4):
+        log = job.worker_logs(WorkerId("actor", rank, 0)) / "stdout.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(f"rank {rank} 89\n")
+    monkeypatch.setattr(report, "LOG_BYTES", room)
+    found = Elements()
+    found.feed(report_of(job))
+    answers = json.loads(found.data)["answers"]
+    logs = [answer["text"] for path, answer in answers.items() if "/log?" in path]
+    # A log that is begun is there as a whole.
+    assert logs == [f"rank {rank} 89\n" for rank in (1, 0, 2, 3)][: -(-room // 10)]
 
 
 def test_no_text_of_a_job_is_an_element_of_its_report() -> None:
