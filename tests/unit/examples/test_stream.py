@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import incremental
 import numpy as np
 import pytest
 import torch
@@ -88,6 +90,20 @@ def test_a_learner_goes_on_from_a_state_once_its_window_is_full_again(digits: Di
     second.restore(first.state())
     inputs, labels = torch.randn(8, FEATURES), torch.zeros(8, dtype=torch.long)
     assert second.step(12, inputs, labels) == first.step(12, inputs, labels)
+
+
+@pytest.mark.parametrize("saved", [3, PHASE, PHASE + 3])
+def test_a_learner_that_was_restored_learns_on_as_if_it_had_never_died(
+    digits: Digits, monkeypatch: pytest.MonkeyPatch, saved: int
+) -> None:
+    # The window is not saved: here it has the present batch alone.
+    monkeypatch.setattr(incremental, "WINDOW", 1)
+    first, second = learner(), learner()
+    learnt(first, digits, range(saved))
+    second.restore(copy.deepcopy(first.state()))
+    rest = range(saved, 2 * PHASE)
+    assert learnt(second, digits, rest) == learnt(first, digits, rest)
+    assert all(map(torch.equal, second.state()["model"].values(), first.state()["model"].values()))
 
 
 def test_the_table_has_a_line_for_each_phase_and_the_picture_is_drawn(tmp_path: Path) -> None:
