@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.unit.dashboard.recorded import START, record, recorded_status
+from unirun.dashboard import views
 from unirun.dashboard.views import (
     changes,
+    failure_rows,
     graph_picture,
     job_view,
     rank_view,
@@ -91,6 +93,23 @@ def test_a_timeline_has_the_failure_of_a_rank_and_its_return() -> None:
     assert found["end"] == 100.0
     assert spans[1][2] == (20.1, 20.3, "failed")
     assert [mark["kind"] for mark in found["marks"]] == ["failure", "decision"]
+
+
+@pytest.mark.parametrize("most", [1, 3, 9])
+def test_of_many_spans_failures_and_events_the_latest_are_shown(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    status, events = recorded_status("job-1", 4), [*read_events(record("job-1").events)]
+    spans = timeline(status, events, START)["roles"][0]["ranks"]
+    monkeypatch.setattr(views, "SPANS", most)
+    assert timeline(status, events, START)["roles"][0]["ranks"] == [each[-most:] for each in spans]
+    story = story_rows(events, "actor:1")
+    assert len(story) > 3
+    assert story_rows(events, "actor:1", most) == story[-most:]
+    again = [*events, *(replace(each, id=f"2{each.id}", text="again") for each in events)]
+    assert len(failure_rows(again, 2)) == 2
+    (latest,) = failure_rows(again, 1)
+    assert latest == failure_rows(again, 2)[0]
 
 
 def test_the_graph_has_the_roles_and_their_calls() -> None:

@@ -18,7 +18,7 @@ from unirun.experiments.config import (
     model_workers,
 )
 from unirun.experiments.experiment import ExperimentConfig
-from unirun.experiments.graph import topology
+from unirun.experiments.graph import ProcessTopology, topology
 
 from .sample_configs import ACTOR, CRITIC
 
@@ -29,8 +29,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "networks"
 
 
-def config(**models: dict[str, Any]) -> ExperimentConfig:
-    ddp, layout = ModelBackendAbstraction("ddp"), topology(tensor=2)
+def config(layout: ProcessTopology | None = None, **models: dict[str, Any]) -> ExperimentConfig:
+    ddp, layout = ModelBackendAbstraction("ddp"), layout or topology(tensor=2)
     names = {"actor": ACTOR, "critic": CRITIC}
     workers = model_workers(
         {
@@ -77,3 +77,15 @@ def test_a_network_that_was_right_is_noted(home: Path) -> None:
     assert not refused(config(actor={"config": {**CONFIG, "rms_norm_eps": 1e-5}}))
     assert len([*home.iterdir()]) == 2
     assert note.exists()
+
+
+def test_a_network_that_was_right_in_one_layout_or_as_one_kind_is_tried_in_another(home: Path) -> None:
+    arguments: dict[str, Any] = {"config": {**CONFIG, "num_key_value_heads": 1}}
+    assert not refused(config(topology(data=2), actor=arguments))
+    assert not refused(config(topology(data=4), actor=arguments))
+    assert len([*home.iterdir()]) == 1
+    (fault,) = refused(config(topology(tensor=2), actor=arguments))
+    assert "tensor is 2" in str(fault)
+    assert not refused(config(topology(pipe=2), actor=arguments))
+    assert not refused(config(topology(), actor={**arguments, "critic": True}))
+    assert len([*home.iterdir()]) == 3

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.effort import examples
 from unirun.errors import TrainingFailed, UsageError
-from unirun.experiments import MicroBatchSpec, Model, SequenceSample
+from unirun.experiments import GenerationConfig, MicroBatchSpec, Model, SequenceSample
 from unirun.experiments.models.api import PipelinableEngine
 from unirun.experiments.models.backends import TrainBackend, causal_lm
 
@@ -79,6 +79,26 @@ class TestNotFinite:
         last = step(skipping)
         assert {**step(other), "skipped_steps": 1.0} == last
         assert "is not finite" in capfd.readouterr().err
+
+
+def test_only_steps_of_training_draw_for_dropout() -> None:
+    stage = causal_lm(place(), config={**CONFIG, "attention_dropout": 0.5})
+    trained = TrainBackend(lr=0.0).initialize(Model(place(), stage, None), SPEC).running()
+    how = GenerationConfig(max_new_tokens=3, greedy=True)
+    assert len({step(trained)["loss"] for _ in range(4)}) > 1
+    for _ in range(2):
+        found = [trained.forward(tokens(), "tokens", MicroBatchSpec()) for _ in range(2)]
+        assert found[0] is not None
+        assert found[1] is not None
+        assert torch.equal(found[0], found[1])
+        step(trained)
+        made = [trained.generate(tokens(), "tokens", MicroBatchSpec(), how, seed=1) for _ in range(2)]
+        assert made[0] is not None
+        assert made[1] is not None
+        assert [each[0].tolist() for each in made[0].logprobs] == [
+            each[0].tolist() for each in made[1].logprobs
+        ]
+        step(trained)
 
 
 def test_a_network_is_trained_in_float64() -> None:
