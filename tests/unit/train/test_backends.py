@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from unirun.errors import UsageError
 from unirun.train.backends import (
     BUILT_IN,
     GROUP,
+    GROUP_TIMEOUT,
     Backend,
     NoBackend,
     find_backend,
@@ -42,6 +46,20 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(tmp_path)
     yield
     sys.modules.pop("minebackend", None)
+
+
+@pytest.mark.parametrize("timeout", [5.0, GROUP_TIMEOUT])
+@pytest.mark.parametrize("name", ["torch", "gloo", "nccl"])
+def test_a_process_group_has_the_timeout_and_the_kind_that_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch, name: str, timeout: float
+) -> None:
+    formed: list[Any] = []
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda kind, timeout: formed.append((kind, timeout))
+    )
+    find_backend(name, timeout=timeout)().on_start(0, 1)
+    usual = "nccl" if torch.cuda.is_available() else "gloo"
+    assert formed == [({"torch": usual}.get(name, name), timedelta(seconds=timeout))]
 
 
 def test_those_that_are_built_in_are_found_by_name_whatever_is_installed() -> None:

@@ -125,6 +125,7 @@ class TestOptionsOfTheCommand:
                 ("--hosts", "h1,h2", "--shutdown-timeout", "5"),
             ),
             ({"slurm": True, "quiet": False, "interface": None}, "", ("--slurm",)),
+            ({"shutdown_timeout": 0, "interface": ""}, "", ("--shutdown-timeout", "0", "--interface", "")),
             ({}, "etcd://h1:2379", ("--store", "etcd://h1:2379")),
             ("h1", "etcd", ("--store", "etcd", "--hosts", "h1")),
         ],

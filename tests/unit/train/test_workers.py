@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -131,6 +132,46 @@ def test_the_job_of_a_trainer_has_succeeded_unless_the_last_run_has_failed(
 ) -> None:
     stop = shutdown_after(error)
     assert (stop.exit_code, stop.reason) == (code, reason)
+
+
+class Command:
+    """The process of the command of a job that has begun, and does not come up."""
+
+    def __init__(self, *args: object, **how: object) -> None:
+        self.stdout, self.stderr = io.BytesIO(b"a line\n"), io.BytesIO()
+        self.ended = 0
+
+    def poll(self) -> int | None:
+        return 0 if self.ended else None
+
+    def terminate(self) -> None:
+        self.ended += 1
+
+    def wait(self, timeout: float) -> int:
+        assert self.ended
+        return 0
+
+
+@pytest.mark.parametrize("error", [TrainingFailed("they do not come up"), KeyboardInterrupt()])
+def test_workers_that_do_not_come_up_are_ended(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    made: list[Command] = []
+
+    def begin(*args: Any, **how: Any) -> Command:
+        made.append(Command())
+        return made[-1]
+
+    def fails(deadline: float) -> None:
+        raise error
+
+    monkeypatch.setattr(subprocess, "Popen", begin)
+    monkeypatch.setattr(workers, "_connect", fails)
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            workers.start()
+        assert not any(reader.is_alive() for reader in workers._readers)
+    assert [command.ended for command in made] == [1, 1]
 
 
 def test_only_the_process_that_has_made_them_ends_them(
