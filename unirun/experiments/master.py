@@ -232,8 +232,12 @@ class MasterWorkerProcess(BaseTrainer):
         self._flight: list[Step] = []
         if self._manager is not None:
             self._source = TrajectorySource(self._group, self._attempt, self._taken, self._manager, info.step)
-            self._source.release(min(self._recovery.steps(), default=0))
+            self._release()
         return info
+
+    def _release(self) -> None:
+        """Drop the trajectories of steps before the oldest checkpoint."""
+        self._source.release(min(self._recovery.steps(), default=0))
 
     def _last(self, before: int | None = None) -> RecoverInfo | None:
         """The last checkpoint, if there is one, of those `before` a step if one is given. A checkpoint with
@@ -415,7 +419,7 @@ class MasterWorkerProcess(BaseTrainer):
         self._group.checkpoint.call(self._attempt, info.step)
         self._recovery.commit(replace(info, used_ids=tuple(self._used), settings=self._settings))
         if self._manager is not None:
-            self._source.release(min(self._recovery.steps(), default=0))
+            self._release()
 
     def _save(self, info: RecoverInfo) -> None:
         """Write all models that are trained, for others to use."""

@@ -102,12 +102,12 @@ def test_a_step_with_fewer_groups_than_parts_has_the_figures_of_those_that_there
 def test_nothing_is_clipped_as_long_as_the_policy_is_the_one_that_has_made_the_tokens(
     temperature: float,
 ) -> None:
-    policy, interface = model(), DecoupledGRPO(temperature=temperature)
+    policy, interface = model(), DecoupledGRPO(clip=1e-4, temperature=temperature)
     sample = trajectories((0.0, 1.0), (2.0, 1.0))
     made = interface.inference(policy, sample, MicroBatchSpec())
     assert made is not None
     for more in (made, made.remap({"packed_logprobs": "proximal_logprobs"}).update(made)):
-        found = DecoupledGRPO(temperature=temperature).train_step(
+        found = DecoupledGRPO(clip=1e-4, temperature=temperature).train_step(
             model(), sample.update(more), MicroBatchSpec()
         )
         assert (found["clipped"], found["ratio"], found["ratio_max"]) == (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from msgspec import structs
 
 from tests.unit.experiments.sample_configs import (
@@ -87,6 +88,19 @@ def test_more_parts_of_a_step_than_groups_and_held_out_data_that_nothing_scores(
         "model_rpcs.train: minibatches is 5, and 8 ids may leave none of 2 data-parallel ranks with more than 4",
         "model_rpcs.train: actor@0 has an eval_dataset, and nothing scores its answers",
     ]
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(8, 1), (8, 2), (8, 3), (7, 2), (3, 3)])
+def test_a_step_has_as_many_parts_as_the_rank_with_the_most_groups(count: int, ranks: int) -> None:
+    config = with_servers(managers=[manager(train_batch_size=count)])
+    config.model_worker = model_workers({ACTOR: at(topology(data=ranks))}, tokenizer="letters")
+    most = -(-count // ranks)
+    found = []
+    for parts in (most, most + 1):
+        policy = ModelInterfaceAbstraction("decoupled_grpo", {"minibatches": parts})
+        config.model_rpcs = [structs.replace(config.model_rpcs[0], interface_impl=policy, n_seqs=count)]
+        found.append(["minibatches" in each for each in texts_of(faults_of(config))])
+    assert found == [[], [True]]
 
 
 def test_a_tokenizer_that_is_not_there() -> None:

@@ -621,3 +621,19 @@ def test_a_step_waits_for_trajectories_as_long_as_some_come(
             expected = WorkerLost
             break
     assert end == (pytest.approx(expected) if isinstance(expected, float) else expected)
+
+
+def test_trajectories_are_kept_until_no_checkpoint_goes_back_to_them(tmp_path: Path) -> None:
+    released: list[int] = []
+    trial: Any = object.__new__(MasterWorkerProcess)
+    trial._recovery, trial._manager, trial._attempt = Recovery(tmp_path), object(), 1
+    trial._graph = SimpleNamespace(trained=[])
+    trial._resolved = SimpleNamespace(instantiated=[ACTOR])
+    trial._group, trial._used, trial._settings = Workers("first"), [], {}
+    trial._source = SimpleNamespace(release=released.append)
+    trial._release()
+    for step in (2, 3, 5, 9):
+        trial._checkpoint(RecoverInfo(step))
+        assert released[-1] == min(trial._recovery.steps())
+    trial._release()
+    assert released == [0, 2, 2, 3, 5, 5]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -79,6 +80,26 @@ class TestNotFinite:
         last = step(skipping)
         assert {**step(other), "skipped_steps": 1.0} == last
         assert "is not finite" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kept", [*itertools.product([False, True], repeat=3)])
+def test_parameters_that_were_kept_are_there_again_whatever_was_dropped_before(
+    kept: tuple[bool, ...],
+) -> None:
+    trained = engine()
+    for keep in kept:
+        before = copied(trained.tensors())
+        trained.offload(keep=keep)
+        trained.fetch()
+        assert {name: each.shape for name, each in trained.tensors().items()} == {
+            name: each.shape for name, each in before.items()
+        }
+        for name, tensor in trained.tensors().items():
+            if not keep:
+                # The values come from another model.
+                tensor.copy_(before[name])
+            assert torch.equal(tensor, before[name])
+        step(trained)
 
 
 def test_only_steps_of_training_draw_for_dropout() -> None:

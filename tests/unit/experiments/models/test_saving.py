@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.documents import ROOT
 from unirun.experiments import Model, ModelName, Place, topology
-from unirun.experiments.models.api import load_whole, save_whole
+from unirun.experiments.models.api import _by_stage, load_whole, save_whole
 
 
 def of(tensors: dict[str, torch.Tensor]) -> Model:
@@ -83,3 +84,21 @@ def test_a_save_needs_the_memory_of_a_tensor_and_not_that_of_the_model(tmp_path:
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "model.safetensors").stat().st_size > 320 << 20
     assert float(done.stdout) < 24
+
+
+def test_a_tensor_that_several_stages_have_is_saved_by_the_last_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    about = dict.fromkeys(("tied", "first", "both", "last"), ((2,), torch.float32))
+    own: list[Any] = [
+        {name: about[name] for name in names}
+        for names in (("tied", "first"), ("both",), ("both", "tied", "last"))
+    ]
+
+    def gather(found: list[Any], mine: object, group: object) -> None:
+        assert mine is own[1]
+        found[:] = own
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    place: Any = SimpleNamespace(group=lambda axis: axis, topo=topology(pipe=3))
+    assert [[*some] for some in _by_stage(place, own[1])] == [["first"], [], ["both", "tied", "last"]]

@@ -142,6 +142,23 @@ def test_weights_that_do_not_fit_change_nothing(server: Server) -> None:
     )
 
 
+def test_weights_are_taken_in_an_update_alone(server: Server) -> None:
+    file = server.file(server.new.state_dict())
+    for _ in range(2):
+        with pytest.raises(UsageError, match="an update has not begun"):
+            result(server.generator.load(*file))
+        with pytest.raises(UsageError, match="an update has not begun"):
+            result(server.generator.finish_update("early"))
+        assert server.generator.label in ("default", "1")
+        sequence_of_now = sequence(5, greedy=True)
+        result(server.generator.generate(sequence_of_now))
+        now = server.old if server.generator.label == "default" else server.new
+        assert torch.allclose(
+            logprobs_of(now, sequence_of_now), torch.tensor(sequence_of_now.logprobs), atol=1e-4
+        )
+        server.update("1", server.new.state_dict())
+
+
 def test_a_pause_aborts_waits_for_or_keeps_what_runs(server: Server) -> None:
     aborted, waited, kept = sequence(), sequence(50), sequence(50)
     end = server.generator.generate(aborted)
@@ -217,6 +234,9 @@ def test_the_routes_answer_as_those_of_vllm(server: Server) -> None:
             "/v1/completions", {"prompt": [1], "max_tokens": 2, "return_token_ids": True}
         )
         assert (status, len(found["choices"][0]["token_ids"])) == (200, 2)
+        names = ("/v1/completions", "id"), ("/inference/v1/generate", "request_id"), ("/v1/completions", "id")
+        asks = {"id": {"prompt": [1], "max_tokens": 1}, "request_id": body}
+        assert len({(await ask(path, asks[name]))[1][name] for path, name in names}) == len(names)
         assert (await ask("/pause?mode=keep&clear_cache=false"))[0] == 200
         assert await ask("/is_paused", method="GET") == (200, {"is_paused": True})
         assert (await ask("/resume"))[0] == 200
