@@ -25,7 +25,7 @@ from unirun.dashboard.views import (
 )
 from unirun.dashboard.watching import Jobs, WatchedJob
 from unirun.errors import JobError
-from unirun.observe.events import LoggedEvent, read_events
+from unirun.observe.events import EventLog, LoggedEvent, read_events
 from unirun.observe.status import RoleStatus, WorkerStatus, write_status
 from unirun.values import WorkerId
 from unirun.wire.reports import RankProgress, RankStacks, ThreadStack, Wait
@@ -93,6 +93,34 @@ def test_a_timeline_has_the_failure_of_a_rank_and_its_return() -> None:
     assert found["end"] == 100.0
     assert spans[1][2] == (20.1, 20.3, "failed")
     assert [mark["kind"] for mark in found["marks"]] == ["failure", "decision"]
+
+
+@pytest.mark.parametrize("phase", ["running", "succeeded", "failed"])
+def test_a_rank_has_one_state_in_all_views_and_failures_are_those_of_its_process(phase: str) -> None:
+    status = recorded_status("job-1", 4, phase)
+    rows = job_view(status)["roles"][0]["ranks"]
+    ranks = [rank_view(status, "actor", rank) or {} for rank in range(4)]
+    assert [row[0] for row in rows] == [rank["state"] for rank in ranks]
+    # The process before has failed.
+    assert rows[1][0] == rows[0][0]
+    failed = replace(status, failures=tuple(replace(each, incarnation=1) for each in status.failures))
+    state = "running" if phase == "running" else "failed"
+    assert (
+        job_view(failed)["roles"][0]["ranks"][1][0] == (rank_view(failed, "actor", 1) or {})["state"] == state
+    )
+
+
+def test_the_overview_has_the_latest_of_many_events() -> None:
+    job = record("job-1", phase="running")
+    log = EventLog(job.events, 2)
+    for number in range(300):
+        log.write("decision", f"event {number}")
+    log.close()
+    watched = WatchedJob(job)
+    found = watched.overview()
+    assert (found["all"], len(found["events"])) == (310, 200)
+    assert found["events"] == watched.event_list()["events"][-200:]
+    assert found["events"][-1]["text"] == "event 299"
 
 
 @pytest.mark.parametrize("most", [1, 3, 9])
