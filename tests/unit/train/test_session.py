@@ -466,3 +466,25 @@ def test_a_function_that_asks_stops_when_its_process_is_told_to_end_and_that_end
     finally:
         signal.signal(signal.SIGTERM, before)
         session.close()
+
+
+def test_each_question_whether_to_stop_has_its_number_in_the_attempt(session: Session) -> None:
+    class Asked:
+        """Notes the questions, which ranks match by their numbers."""
+
+        stopped = False
+
+        def __init__(self) -> None:
+            self.numbers: list[tuple[int, int]] = []
+
+        def should_stop(self, number: int, attempt: int) -> bool:
+            self.numbers.append((number, attempt))
+            return False
+
+        def close(self) -> None: ...
+
+    asked = Asked()
+    session.attempt, session._stopping = 3, asked  # type: ignore[assignment]
+    for _ in range(3):
+        assert not train.should_stop()
+    assert asked.numbers == [(1, 3), (2, 3), (3, 3)]

@@ -178,3 +178,13 @@ def test_the_time_in_which_data_is_made_is_waited_and_that_of_the_loop_is_not() 
         assert shard.waited == 3 * number
         now += 100
     assert shard.waited == 6
+
+
+def test_a_loop_that_was_left_changes_nothing_of_the_one_that_goes_on_when_it_ends() -> None:
+    shard = Shard("train", range(10), 0, 1)
+    left, goes_on = iter(shard), iter(shard)
+    assert next(left) == 0
+    assert next(goes_on) == 1
+    promised = len(shard)
+    del left
+    assert len(shard) == promised == len([1, *goes_on])
