@@ -13,7 +13,7 @@ from tests.unit.rollout.fake_completer import FakeCompleter
 from tests.waiting import WAIT_TIMEOUT, eventually_async
 from unirun.errors import EpisodeFailed, UsageError
 from unirun.experiments import BundledGenerationOutputs, GenerationConfig, SequenceSample
-from unirun.experiments.agents import run_of, sampling_of
+from unirun.experiments.agents import bundle, run_of, sampling_of
 from unirun.rollout.completing import Completion
 from unirun.rollout.episodes import Group
 from unirun.rollout.pool import Pool, Recorder
@@ -182,6 +182,18 @@ def test_requests_of_an_observation_are_given_up_when_one_of_them_has_failed() -
         await eventually_async(lambda: not engine.waiting, "no request waits")
 
     asyncio.run(story())
+
+
+def test_outputs_have_the_versions_of_their_first_and_last_tokens() -> None:
+    made = [
+        Completion((6, 7, 8), (-0.5, -1.0, -1.5), (3, 4, 5), "length"),
+        Completion((9,), (-2.0,), (6,), "stop"),
+        Completion((), (), (), "abort"),
+    ]
+    found = bundle("q", [1, 2], made)
+    assert (found.version_start, found.version_end) == ([3, 6, 0], [5, 6, 0])
+    assert found.logprobs == [[0.0, -0.5, -1.0, -1.5], [0.0, -2.0], [0.0]]
+    assert (found.no_eos, found.seqlens, found.prompt_len) == ([True, False, False], [5, 3, 2], 2)
 
 
 def test_an_object_that_is_no_agent_is_refused() -> None:

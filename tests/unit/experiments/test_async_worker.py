@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,8 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.effort import examples
 from tests.waiting import WAIT_TIMEOUT
@@ -225,3 +230,33 @@ def test_data_room_and_versions_are_those_of_the_steps_in_any_history(data: st.D
         finally:
             histories.room.closed.set()
             histories.worker.teardown()
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Two data-parallel ranks, of which this process is the first."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield DeviceMesh("cpu", [0, 1], mesh_dim_names=("data",))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("data", [0, 1])
+def test_each_rank_publishes_its_parts_and_the_first_one_all_that_are_whole(
+    mesh: DeviceMesh, data: int
+) -> None:
+    tensors = {
+        "whole": torch.zeros(2),
+        "cut": DTensor.from_local(torch.zeros(2), mesh, [Shard(0)], run_check=False),
+    }
+    worker: Any = object.__new__(AsyncModelWorkerProcess)
+    worker._fetch = lambda shard: None
+    worker._manager = SimpleNamespace(model_name=SimpleNamespace(role="actor"))
+    worker._resolved = SimpleNamespace(
+        graph=SimpleNamespace(trained=[SimpleNamespace(role="actor", model_name="actor@0")])
+    )
+    engine = SimpleNamespace(tensors=lambda: tensors)
+    model = SimpleNamespace(running=lambda: engine, place=SimpleNamespace(data=data))
+    worker._shards = {"actor@0": SimpleNamespace(model=model)}
+    assert [*worker._published()] == (["cut"] if data else ["whole", "cut"])
+    worker._shards = {}
+    assert worker._published() == {}

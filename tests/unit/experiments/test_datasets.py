@@ -253,6 +253,18 @@ class TestTokenizers:
     def test_without_a_name_there_is_none(self) -> None:
         assert load_tokenizer("") is None
 
+    @pytest.mark.parametrize("pad", [None, "<pad>"])
+    def test_one_of_a_path_pads_with_its_own_token_or_with_that_of_the_end(
+        self, tmp_path: Path, pad: str | None
+    ) -> None:
+        from tokenizers import Tokenizer, models
+        from transformers import PreTrainedTokenizerFast
+
+        words = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "<pad>": 2}, unk_token="a"))
+        made: Any = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token=pad)  # type: ignore[no-untyped-call]
+        made.save_pretrained(tmp_path)
+        assert load_tokenizer(str(tmp_path)).pad_token_id == (1 if pad is None else 2)
+
     def test_another_one_of_the_same_name_is_refused(self) -> None:
         with pytest.raises(UsageError, match="tokenizer 'tests-letters' is registered already"):
             register_tokenizer("tests-letters", lambda: Letters())

@@ -93,6 +93,18 @@ class TestRecords:
         recovery.set_aside()
         assert len([*(tmp_path / "earlier").iterdir()]) == 2
 
+    @pytest.mark.parametrize("there", [["2"], ["1", "7"], ["3", "10"], ["notes"]])
+    def test_a_run_that_is_set_aside_has_a_number_above_all_that_are_left(
+        self, recovery: Recovery, tmp_path: Path, there: list[str]
+    ) -> None:
+        for name in there:
+            (tmp_path / "earlier" / name).mkdir(parents=True)
+        numbers = [int(name) for name in there if name.isdecimal()]
+        recovery.record(STEPS, {"step": 1})
+        recovery.set_aside()
+        folder = tmp_path / "earlier" / str(max(numbers, default=0) + 1)
+        assert Recovery(folder).records(STEPS) == [{"step": 1}]
+
 
 class Evaluator:
     """A role that evaluates when the test says so."""

@@ -589,6 +589,15 @@ class TestSlurm:
         found = job_mapping(trial(), config, two())["roles"]["generation_server"]["args"]
         assert found[-3:] == ["--enforce-eager", "--max-model-len", "512"]
 
+    @pytest.mark.parametrize("args", [{}, None, {"clear_cache": True}, {"clear_cache": False}])
+    def test_keys_and_values_are_computed_anew_unless_a_server_is_to_keep_them(
+        self, config: ExperimentConfig, args: dict[str, Any] | None
+    ) -> None:
+        config.generation_server = [GenerationServer(7, "vllm", args, "m", 1)]
+        role = job_mapping(trial(), config, two())["roles"]["generation_server"]
+        assert role["clear_cache"] == (args or {}).get("clear_cache", True)
+        assert not any("cache" in word for word in role["args"])
+
     def test_what_is_not_needed_is_left_out(self) -> None:
         assert self.asked(1, model_worker=two().model_worker) == "nodes=1,cpus_per_task=3"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from unirun.experiments import GenerationConfig
-from unirun.experiments.models.generation import Continuation, Slots
+from unirun.experiments.models.generation import RESTING_STEPS, Continuation, Slots
 from unirun.experiments.models.stage import Stage
 
 from .test_stage import CONFIG, place
@@ -274,3 +274,38 @@ def test_each_sequence_has_its_own_stop_tokens_and_lengths(stage: Stage) -> None
 def test_nothing_is_drawn_for_a_sequence_that_is_finished(stage: Stage) -> None:
     (row,) = run(Slots(place(), stage, 2), sequences(1, max_new_tokens=0))
     assert (row.tokens, row.ended) == ([], False)
+
+
+def test_a_stop_string_is_found_by_a_decoder_that_drops_the_first_space() -> None:
+    words = [" a", " b", " cc"]
+
+    def decode(tokens: list[int]) -> str:
+        return "".join(words[token] for token in tokens).lstrip()
+
+    row = Continuation(torch.tensor([0]), GenerationConfig(max_new_tokens=9), seed=0, stop_strings=(" b",))
+    ended = []
+    for token in (0, 2, 1):
+        row.add(token, 0.0, 0, decode)
+        ended.append(row.ended)
+    assert ended == [False, False, True]
+    single = Continuation(torch.tensor([0]), GenerationConfig(max_new_tokens=9), seed=0, stop_strings=(" ",))
+    for token in (0, 1):
+        single.add(token, 0.0, 0, decode)
+    assert single.ended
+
+
+def test_a_sequence_that_does_not_go_on_soon_is_forgotten(stage: Any) -> None:
+    slots = Slots(place(), stage, 2, chunks=True)
+    ends, goes_on = (
+        Continuation(torch.tensor([1, 2, 3]), GenerationConfig(max_new_tokens=count), seed=count)
+        for count in (1, RESTING_STEPS + 5)
+    )
+    slots.add(ends)
+    slots.add(goes_on)
+    rested = []
+    while slots.busy:
+        slots.step()
+        rested.append(slots.resting)
+    if slots._cache.shifts or any(rested):
+        assert rested.count(True) in (RESTING_STEPS, RESTING_STEPS + 1, RESTING_STEPS + 2)
+        assert not any(rested[RESTING_STEPS + 2 : -1])
