@@ -86,3 +86,12 @@ def test_a_program_reads_metrics_and_nothing_else_with_its_token() -> None:
     assert code(guard, metrics=True, authorization="Bearer secre") == 401
     assert code(guard, metrics=True, authorization="Basic secret") == 401
     assert code(guard, authorization="Bearer secret") == 401
+
+
+def test_a_browser_may_be_let_in_by_servers_of_several_ports() -> None:
+    """Cookies of one host are shared by all of its ports."""
+    guards = {port: Guard("scrape") for port in (1, 2)}
+    held = dict(guard.cookie(port).partition(";")[0].split("=", 1) for port, guard in guards.items())
+    headers = {"host": "localhost:1", "cookie": "; ".join(f"{name}={value}" for name, value in held.items())}
+    for port, guard in guards.items():
+        assert guard.refusal("GET", headers, port, metrics=False) is None

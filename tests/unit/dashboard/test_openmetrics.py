@@ -119,3 +119,13 @@ def test_time_before_the_start_and_after_a_failure_is_no_goodput() -> None:
     # 10.1 s until both roles run, and 2 s from the failure until the role runs again.
     assert goodput(status, [*failures(events)], events, NOW) == pytest.approx((100 - 10.1 - 2.0) / 100)
     assert goodput(replace(status, ended=None), [], [], NOW) == 0.0
+
+
+def test_time_until_a_role_has_come_further_than_before_is_no_goodput() -> None:
+    job = record("job-1")
+    events = [*read_events(job.events)]
+    status = recorded_status("job-1", 4)
+    (failure,) = failures(events)
+    for useful, lost in ((None, 2.0), (0.0, 2.0), (5.0, 7.0)):
+        found = [replace(failure, durations=replace(failure.durations, away=2.0, useful=useful))]
+        assert goodput(status, found, events, NOW) == pytest.approx((100 - 10.1 - lost) / 100)

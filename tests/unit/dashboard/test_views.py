@@ -75,9 +75,10 @@ def test_of_a_change_only_the_rows_that_have_changed_are_sent() -> None:
 
 
 def test_other_ranks_or_nodes_are_sent_as_a_whole() -> None:
-    change = changes(job_view(recorded_status("job-1", 8)), job_view(recorded_status("job-1", 9)))
-    assert change is not None
-    assert {*change} == {"all"}
+    before = job_view(recorded_status("job-1", 8))
+    other = {**before, "nodes": [*before["nodes"], "h99"]}
+    for after in (job_view(recorded_status("job-1", 9)), other):
+        assert changes(before, after) == {"all": after}
 
 
 def test_ten_thousand_ranks_take_little_to_send() -> None:
