@@ -683,3 +683,25 @@ def test_a_run_that_another_thread_iterates_is_closed_by_its_next_round(
     assert [str(error) for error in ended] == [
         "the run was closed, or the trainer was shut down, while it went on"
     ]
+
+
+def test_an_error_of_a_callback_ends_a_run_that_survives_such_errors_of_its_function(calm: Run) -> None:
+    error = Flaky("of the callback")
+
+    def raises(results: list[dict[str, Any]]) -> None:
+        raise error
+
+    calm.recorded.handle_result = raises  # type: ignore[method-assign]
+    with pytest.raises(Flaky) as raised:
+        calm.iterator.get_final_results(force=True)
+    assert raised.value is error
+    assert calm.recorded.calls == ["start", f"finish {error}"]
+    assert len(calm.interrupts) == 2
+
+
+def test_values_that_checkpoints_do_not_have_are_told_once(
+    calm: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("unirun.train.lockstep.dropped", lambda said: "'epoch' of rank 1 differs")
+    calm.to_its_end()
+    assert capsys.readouterr().err.count("unirun: 'epoch' of rank 1 differs") == 1

@@ -7,10 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from unirun.errors import TrainingFailed, UsageError
 from unirun.train import Trainer
+from unirun.train.checkpoints import Manifest
 
 
 class Job:
@@ -120,3 +122,21 @@ def test_workers_that_are_up_are_prepared_with_what_was_given_last(trainer: Trai
     trainer.shutdown()
     trainer.shutdown()
     assert job.stopped == 1
+
+
+def test_a_run_that_a_program_before_has_left_is_told_with_the_first_run_alone(
+    trainer: Trainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def saves(run: Path) -> None:
+        checkpoint = run / "checkpoints" / "000001"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "state.pt").write_bytes(b"1")
+        manifest = Manifest(1, 1, False, {"state.pt": (1, 0)})
+        (checkpoint / "checkpoint.json").write_bytes(msgspec.json.encode(manifest))
+
+    saves(Path(trainer.logdir, "run_001"))
+    for _ in range(3):
+        # Each is left with a checkpoint, too.
+        saves(Path(trainer.run_iterator(print).url))
+    trainer.shutdown()
+    assert capsys.readouterr().err.count("was not finished") == 1
