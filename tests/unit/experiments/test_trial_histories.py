@@ -326,6 +326,12 @@ class Worker(ModelWorkerProcess):
         super().setup()
         self.alive = set[ModelName]()
         """The models that were made and not destroyed."""
+        self.reads = 0
+
+    def _read_dataset(self) -> Any:
+        self.reads += 1
+        assert self.reads == 1, "a process reads its samples once"
+        return super()._read_dataset()
 
     def _mesh(self, *args: Any) -> None:
         return None

@@ -362,3 +362,17 @@ class TestTraining:
         for name, tensor in engine.tensors().items():
             tensor.copy_(values[name])
         assert torch.equal(outputs(stage), before)
+
+
+def test_the_last_layer_of_a_critic_is_its_own_though_words_have_one_with_their_embeddings(
+    tmp_path: Path,
+) -> None:
+    tied: dict[str, Any] = {**CONFIG, "tie_word_embeddings": True}
+    for critic in (False, True):
+        stage = causal_lm(place(), config=tied, critic=critic)
+        (tmp_path / str(critic)).mkdir()
+        stage.describe(tmp_path / str(critic))
+        told = json.loads((tmp_path / str(critic) / "config.json").read_text())["tie_word_embeddings"]
+        assert told is stage.config.tie_word_embeddings is not critic
+        weights = stage.head.weight, stage.body.embed_tokens.weight
+        assert (weights[0] is weights[1]) is not critic
