@@ -234,3 +234,19 @@ def test_a_log_that_is_a_link_or_no_file_is_not_read(tmp_path: Path) -> None:
     for name in ("link", "fifo"):
         with pytest.raises(OSError, match=name):
             read_part(tmp_path / name)
+
+
+def test_a_line_without_end_is_left_out_and_takes_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "LONGEST_LINE", 100)
+    monkeypatch.setattr(reading, "BLOCK", 16)
+    path = tmp_path / "lines.jsonl"
+    tail = Tail(path)
+    with path.open("ab", 0) as file:
+        for _ in range(3):
+            file.write(b'{"a": "' + b"x" * 1000)
+            assert [*tail.new()] == []
+            assert len(tail._rest) <= 100
+        file.write(b'"}\n{"b": 1}\n')
+        assert [*tail.new()] == [{"b": 1}]

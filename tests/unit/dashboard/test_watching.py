@@ -13,6 +13,7 @@ import pytest
 from tests.unit.dashboard.recorded import record, recorded_status
 from unirun.dashboard import watching
 from unirun.dashboard.watching import Jobs, KeptDocument, WatchedJob
+from unirun.errors import JobError
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import JobStatus, read_status, write_status
 
@@ -83,6 +84,14 @@ def test_a_job_that_waits_for_slurm_is_asked_for_now_and_then(monkeypatch: pytes
         kept.get()
         now += 0.2
     assert count == pytest.approx(20 / watching.LOST_SECONDS, abs=2)
+
+
+def test_a_link_to_a_job_is_none() -> None:
+    job = record("job-1")
+    job.path.with_name("job-2").symlink_to(job.path)
+    with pytest.raises(JobError):
+        Jobs().find("job-2")
+    assert [each["run_id"] for each in Jobs().summaries()] == ["job-1"]
 
 
 def test_the_list_reads_what_is_new_and_forgets_jobs_that_were_removed(
