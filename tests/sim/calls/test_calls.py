@@ -128,6 +128,8 @@ class History:
                 f"{worker.me} ran {worker.ran}: not in order, or twice"
             )
             worker.thread.kill()
+        connected = [address.rank for address in self.caller._connections]
+        assert len({*connected}) == len(connected), "a connection to a worker that has a successor is kept"
 
 
 def histories() -> list[range]:

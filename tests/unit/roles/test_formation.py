@@ -195,6 +195,19 @@ class TestFollowing:
         assert formed == [0, 1]
         assert os.environ["MASTER_PORT"] == str(worker.stores[-1].port)
 
+    def test_the_group_has_the_name_that_it_has_in_a_new_rank(self, alone: tuple[Worker, Formation]) -> None:
+        """A new rank has formed no group before. This one has, perhaps in vain."""
+        worker, formation = alone
+        worker.role_has(0)
+        formation.enter(worker.setup)
+        names = [distributed.distributed_c10d._get_process_group_name(dist.group.WORLD)]
+        for generation in (1, 2):
+            distributed.distributed_c10d._world.group_count += 1
+            worker.role_has(generation)
+            formation.follow()
+            names.append(distributed.distributed_c10d._get_process_group_name(dist.group.WORLD))
+        assert names == ["0", "0", "0"]
+
     def test_a_call_of_a_later_generation_is_followed(self, alone: tuple[Worker, Formation]) -> None:
         worker, formation = alone
         worker.role_has(0)

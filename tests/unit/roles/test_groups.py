@@ -6,7 +6,9 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import GroupError
-from unirun.roles.formation import GroupForge, missing_for_good
+from unirun.roles.formation import GroupForge, _build, missing_for_good
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.process_groups import process_groups
 from unirun.roles.rank_sets import RankSet
@@ -135,6 +137,29 @@ def test_a_group_is_kept_as_long_as_its_generations(
     again = group_of(forge)
     assert again is not group
     assert sum_of(again, peer.result(WAIT_TIMEOUT)) == 3
+
+
+@pytest.mark.usefixtures("actor")
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_default_group_has_its_device_afterwards(monkeypatch: pytest.MonkeyPatch, *, fails: bool) -> None:
+    """It has none meanwhile, as NCCL would split the new group off it."""
+    device, c10d = torch.device("cuda", 0), distributed.distributed_c10d
+    default = SimpleNamespace(bound_device_id=device)
+    helper, during = c10d._new_process_group_helper, list[object]()
+
+    def makes(*args: Any, **kwargs: Any) -> Any:
+        during.append(default.bound_device_id)
+        if fails:
+            raise RuntimeError("a member has died")
+        return helper(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "is_initialized", lambda: True)
+        patch.setattr(c10d, "_get_default_group", lambda: default)
+        patch.setattr(c10d, "_new_process_group_helper", makes)
+        with pytest.raises(GroupError, match="has died") if fails else nullcontext():
+            _build(0, 1, "alone", distributed.HashStore(), "gloo", LONG)
+    assert (during, default.bound_device_id) == ([None], device)
 
 
 def test_a_restart_while_it_is_waited_for_moves_the_meeting(

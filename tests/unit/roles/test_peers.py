@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from hypothesis import given
@@ -11,8 +14,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.waiting import WAIT_TIMEOUT
-from unirun.errors import StoreAway, UsageError
-from unirun.roles.peers import Peer, Peers, RoleInfo
+from unirun.errors import ConnectionLost, StoreAway, UsageError
+from unirun.roles.peers import Peer, Peers, RoleInfo, _file_behind, _listen
 from unirun.values import WorkerId
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import RoleBrief, RoleView, View, Welcome, WorkerView
@@ -183,3 +186,39 @@ def test_who_waits_for_a_condition_looks_again_after_each_update(peers: Peers) -
         return generation == 4
 
     assert peers.wait_for(condition, timeout=600.0)
+
+
+class Link(BlockingStream):
+    """A link to an agent, whose end is noted."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self.over = threading.Event()
+
+    def drain(self) -> Iterator[Message]:
+        """As that of a stream."""
+        try:
+            yield from super().drain()
+        except ConnectionLost:
+            self.over.set()
+            raise
+
+
+def test_a_worker_ends_with_its_agent_also_when_its_link_has_ended_before(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr("unirun.roles.peers._end", ended.set)
+    # As a pidfd, the one end is readable when the other one is gone.
+    watched, agent = os.pipe()
+    mine, its = socket.socketpair()
+    with closing(mine), open(watched, "rb"):
+        link = Link(mine)
+        files = {number: _file_behind(number) for number in (watched, mine.fileno())}
+        listening = threading.Thread(target=_listen, args=(link, peers, watched, files), daemon=True)
+        listening.start()
+        its.close()
+        assert link.over.wait(WAIT_TIMEOUT)
+        os.close(agent)
+        assert ended.wait(WAIT_TIMEOUT)
+        listening.join(WAIT_TIMEOUT)

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from unirun.errors import UsageError
+from unirun.roles import replicas
+from unirun.roles.process_groups import c10d
 from unirun.roles.replicas import in_memory, newer
 
 
@@ -23,6 +25,15 @@ def group() -> Iterator[None]:
 @pytest.mark.usefixtures("group")
 def test_a_state_that_is_the_newest_is_not_sent() -> None:
     assert newer(3, lambda: pytest.fail("it is not asked for")) is None
+
+
+@pytest.mark.usefixtures("group")
+def test_a_group_for_the_state_of_devices_is_there_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(c10d._world.pg_map)
+    monkeypatch.setattr(replicas, "CPU", torch.device("meta"))
+    for _ in range(2):
+        newer(3, dict)
+        assert len(c10d._world.pg_map) == before
 
 
 def test_a_state_is_taken_in_a_process_group_only() -> None:

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from unirun.roles.context import CallSession, hosts_in
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.transport.socket_transport import CallAddress
+from unirun.values import WorkerId
 from unirun.wire.address import TcpAddress
-from unirun.wire.messages import RoleView, View, WorkerView
+from unirun.wire.messages import RoleBrief, RoleView, View, Welcome, WorkerView
 
 
 def view(endpoint: str, *addresses: str) -> RoleView:
@@ -47,3 +48,16 @@ def test_the_hosts_of_a_job_are_those_of_the_latest_view(updates: list[set[str]]
 def test_what_is_no_address_is_left_out(endpoint: str, one: str, other: str) -> None:
     """A worker with the token may say anything; the listeners of the others go on."""
     assert len([*hosts_in([view(endpoint, one, "{" + other)])]) <= 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 2)), min_size=1, max_size=4))
+def test_all_processes_have_one_number_for_a_rank_however_large_its_role_is_when_they_come(
+    sizes: list[tuple[int, int]],
+) -> None:
+    briefs = (RoleBrief("actor", "script", "a.py", 3, None), RoleBrief("rollout", "script", "r.py", 2, None))
+    everybody = [WorkerId(brief.name, rank, 0) for brief in briefs for rank in range(brief.count)]
+    for size in sizes:
+        welcome = Welcome(View(()), "{}", "job", briefs, (), 60.0, "torch")
+        infos = {b.name: RoleInfo(b.name, count, 0) for b, count in zip(briefs, size, strict=True)}
+        agent = CallSession(Peers("actor", 0, infos, welcome=welcome), {})._rpc_agent()
+        assert [agent._index(who) for who in everybody] == [*range(len(everybody))]

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import HashStore
 from tests.effort import seeds
 from unirun.roles import stopping
 from unirun.roles.peers import Peers, RoleInfo
+from unirun.roles.process_groups import dist
 from unirun.roles.stopping import AHEAD_SECONDS, LOST_TIMEOUT, Agreement, Stopping
 from unirun.wire.messages import RoleView, View, WorkerView
 
@@ -163,3 +164,33 @@ class TestTheSignal:
             stops.stopped = True
             leave()
         assert codes == [stopping.TOLD] * ends, "a rank that has stopped ends as it likes"
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_ranks_that_count_again_and_ask_twice_stop_at_one_step(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Two ranks of a role run the same steps, several times, and ask before each of them once or twice."""
+    rng, store, before = random.Random(seed), HashStore(), signal.getsignal(signal.SIGTERM)
+    peers = Peers("actor", 0, {"actor": RoleInfo("actor", 2, 0)}, send=lambda _: None)
+    monkeypatch.setattr(stopping, "init", lambda: SimpleNamespace(world_size=2, peers=peers))
+    monkeypatch.setattr(dist, "TCPStore", lambda *args, **kwargs: store)
+    monkeypatch.setattr(stopping, "AHEAD_SECONDS", 0.0)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    try:
+        ranks = [Stopping(), Stopping()]
+        told, at = rng.choice(ranks), rng.randrange(20)
+        for number, step in enumerate([*range(5)] * 5):
+            told.told = number >= at
+            asked = [rank for rank in ranks for _ in range(rng.randint(1, 2))]
+            rng.shuffle(asked)
+            answers = {(rank is told, rank.should_stop(step)) for rank in asked}
+            stopped = {each for _, each in answers}
+            if True in stopped:
+                assert stopped == {True}
+                assert at <= number <= at + 2
+                return
+        pytest.fail("they have not stopped")
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from math import inf
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import unirun
 from unirun.errors import UsageError
 from unirun.roles.interruption import Interrupted
 from unirun.roles.peers import Peers, RoleInfo
+from unirun.roles.process_groups import process_groups
 from unirun.roles.surviving import GROWTH_TIMEOUT, ResilientState, Survivor
 from unirun.wire.messages import RoleView, View
 from unirun.wire.reports import Boundary, Message
@@ -162,6 +164,21 @@ class TestTheReturn:
         with pytest.raises(Interrupted):
             survivor._wait_for_all()
         assert clock.now <= 61.0
+
+    def test_groups_of_generations_that_are_over_are_let_go(
+        self, monkeypatch: pytest.MonkeyPatch, clock: FakeClock
+    ) -> None:
+        store = HashStore()
+        survivor = self.survivor(monkeypatch, store)
+        formation: Any = survivor._formation
+        formation.leave_to_user = formation.follow = lambda: None
+        store.add("returned", 2)
+        group = FakeClock()
+        left = weakref.ref(group)
+        process_groups().keep(group, "over")
+        del group
+        assert survivor.run(left) is not None, "it is kept while the function runs"
+        assert left() is None
 
 
 class TestResilientWithoutALauncher:

@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from itertools import takewhile
-from types import FrameType
+from itertools import groupby, takewhile
+from types import FrameType, SimpleNamespace
 
 import pytest
 import torch
@@ -112,6 +112,24 @@ def test_a_main_thread_that_keeps_its_role_waiting_is_found_with_its_stack(
     watcher.start()
     watcher.join(WAIT_TIMEOUT)
     assert [stack is not None and "watcher.join" in stack for stack in found] == [relevant]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 50)), max_size=6))
+def test_only_time_that_counts_without_a_break_makes_a_process_idle(periods: list[tuple[bool, int]]) -> None:
+    clock = SimpleNamespace(now=0.0)
+    seconds = [counts for counts, length in periods for _ in range(length)]
+
+    def sleep(pause: float) -> None:
+        clock.now += pause
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unirun.roles.gloo, "processor_time", lambda: 0.0)
+        time_there = SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep)
+        patch.setattr(unirun.roles.gloo, "time", time_there)
+        stack = wait_until_idle(lambda: clock.now < len(seconds), lambda: seconds[int(clock.now)])
+    longest = max((len([*group]) for counts, group in groupby(seconds) if counts), default=0)
+    # The first second in which it is looked at tells only what it has used so far.
+    assert (stack is not None) == (longest > WORKER_IDLE_TIMEOUT + 1)
 
 
 @pytest.fixture

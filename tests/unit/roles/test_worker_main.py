@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import warnings
@@ -14,7 +15,7 @@ import pytest
 from unirun.errors import UsageError
 from unirun.roles import BaseTrainer, BaseWorkload
 from unirun.roles.calls.group import RoleGroup
-from unirun.roles.worker_main import _ByRole, _keep, load_class, make, run_function
+from unirun.roles.worker_main import _ByRole, _keep, _stop, load_class, make, run_function
 
 
 @pytest.fixture
@@ -141,3 +142,14 @@ def test_a_result_that_cannot_be_kept_fails_no_training(
         "unirun: what fit() returned cannot be kept as the job's result: "
     )
     assert not (tmp_path / "result").exists()
+
+
+def test_a_signal_that_comes_again_does_not_end_the_teardown() -> None:
+    before = signal.signal(signal.SIGTERM, _stop)
+    try:
+        with pytest.raises(SystemExit) as leaving:
+            signal.raise_signal(signal.SIGTERM)
+        assert leaving.value.code == 128 + signal.SIGTERM
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)

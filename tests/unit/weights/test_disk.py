@@ -175,6 +175,23 @@ def test_any_store_that_fsspec_knows_will_do() -> None:
     ]
 
 
+def test_a_save_that_ends_in_its_middle_leaves_the_version_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    url, files, got = "memory://middle", fsspec.filesystem("memory"), torch.zeros(4)
+    save(url, 1, {"w": torch.ones(4)})
+
+    def half(source: str, path: str) -> None:
+        files.pipe_file(path, Path(source).read_bytes()[:100])
+        raise OSError("the network is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "put_file", half)
+        with pytest.raises(OSError, match="is gone"):
+            save(url, 2, {"w": torch.ones(4)})
+    assert load(url, {"w": got}) == 1
+    save(url, 2, {"w": torch.ones(4)})
+    assert load(url, {"w": got}) == 2
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
     url = tmp_path_factory.mktemp("any")

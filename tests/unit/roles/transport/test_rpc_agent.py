@@ -7,6 +7,11 @@ import sys
 import textwrap
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unirun.roles.transport.torch_rpc import RpcAgent
+from unirun.values import WorkerId
 
 WITH_A_CALL = """
     import time
@@ -32,3 +37,14 @@ def test_a_process_may_shut_its_agent_down_by_itself() -> None:
     program = [sys.executable, "-c", textwrap.dedent(WITH_A_CALL) + "rpc.shutdown(graceful=False)\n"]
     done = subprocess.run(program, timeout=60, check=True, capture_output=True, text=True)
     assert "Traceback" not in done.stderr
+
+
+@given(st.lists(st.integers(0, 2), max_size=10))
+def test_each_worker_has_a_number_that_no_other_has_had_and_the_first_that_of_its_rank(
+    ranks: list[int],
+) -> None:
+    """torch would send what is for a worker that was started again through the pipe of the one before."""
+    agent = RpcAgent(WorkerId("me", 0, 0), lambda who: who.rank, 3, polls=False)
+    numbers = [agent._number(WorkerId("me", rank, number)) for number, rank in enumerate(ranks)]
+    assert len({*numbers}) == len(numbers)
+    assert {rank: numbers[ranks.index(rank)] for rank in ranks} == {rank: rank for rank in ranks}

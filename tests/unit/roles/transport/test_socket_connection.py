@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import queue
 import select
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,10 +11,12 @@ import pytest
 
 from tests.unit.wire.endpoints import credentials_in
 from tests.waiting import WAIT_TIMEOUT, eventually
-from unirun.roles.transport import socket_transport
+from unirun.roles.transport import socket_transport, stripes
+from unirun.roles.transport.frames import OPEN, encode_header
 from unirun.roles.transport.protocol import Parcel
-from unirun.roles.transport.socket_transport import SocketConnection, SocketTransport
-from unirun.roles.transport.sockets import FrameSocket, Loop
+from unirun.roles.transport.socket_transport import SocketConnection, SocketTransport, _Served
+from unirun.roles.transport.sockets import FrameSocket, Loop, RequestInbox
+from unirun.roles.transport.stripes import Stripes
 from unirun.values import WorkerId
 from unirun.wire.address import Address, UnixAddress
 from unirun.wire.blocking import BlockingStream
@@ -106,3 +109,20 @@ def test_an_answer_is_read_after_the_loop_was_late_with_an_event_of_the_call_bef
     late.join(WAIT_TIMEOUT)
     replies.get(timeout=WAIT_TIMEOUT)()
     assert answers.get(timeout=WAIT_TIMEOUT) == b"meanwhile"
+
+
+def test_stripes_for_which_there_is_no_thread_end_their_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other end goes on without them."""
+    monkeypatch.setattr(stripes, "_places", threading.BoundedSemaphore(1))
+    assert stripes._places.acquire()
+    inbox, there = RequestInbox(Loop()), Stripes(lambda: None)
+    inbox.stripes["key"] = there
+    mine, its = socket.socketpair()
+    served = _Served(its, inbox)
+    inbox.add(served)
+    mine.sendall(encode_header(OPEN, 0, len(b"stripes key"), []) + b"stripes key")
+    served.ready(select.EPOLLIN)
+    mine.settimeout(WAIT_TIMEOUT)
+    assert mine.recv(1) == b""
+    mine.close()
+    inbox.close()
