@@ -64,6 +64,8 @@ class TestDescriptors:
         assert error is not None
         assert "4096 ranks of one node need 4160 descriptors" in str(error)
         assert refused(ceilings, nodes=2, actor=4096) is None
+        assert refused(ceilings, nodes=2, actor=2 * (4096 - DESCRIPTORS)) is None
+        assert refused(ceilings, nodes=2, actor=2 * (4096 - DESCRIPTORS) + 1) is not None
 
 
 class TestMemory:

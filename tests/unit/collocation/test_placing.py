@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from fractions import Fraction
 
 import pytest
@@ -391,6 +392,10 @@ class TestRolesBesideOthers:
                 old, new = before.of_role("engine-weights"), placement.of_role("engine-weights")
                 assert len(new) >= len(old), "with fewer all would start again"
                 assert all(b.node == a.node or a.node == node for a, b in zip(old, new, strict=False))
+            else:
+                old, new = (), placement.of_role("engine-weights")
+            here = Counter(a.node for a in new)
+            assert all(here[a.node] == 1 for a in new[len(old) :]), "one more for a node that had none"
             there = placement.of_role("engine-weights")
             assert {a.node for a in there} >= {a.node for a in placement.of_role("engine")}
             assert {a.node for a in there}.isdisjoint(lost)

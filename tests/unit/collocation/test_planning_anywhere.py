@@ -119,6 +119,9 @@ def test_a_job_of_nothing_else_is_on_one_node_and_needs_one() -> None:
     assert (again.nodes, again.spares, again.note) == (("n2",), (), "1 node in use")
     with pytest.raises(PlacementError, match="s0 needs room for 1 rank and there is room for 0"):
         plan(replace(request, roles=request.roles[:1]), hosts(0))
+    for spares in (3, 4, 5):
+        with pytest.raises(PlacementError, match="s0 needs room for 1 rank and there is room for 0"):
+            plan(replace(request, roles=request.roles[:1], spares=spares), hosts(0, 0, 0))
 
 
 def test_what_does_not_fit_is_told_of_those_that_need_slots() -> None:

@@ -25,9 +25,13 @@ def play(story: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(whole())
 
 
-def length(text: str, *, factor: float = 1.0) -> float:
+LARGE = 1 << 20
+"""Bytes of an answer that do not fit into one read."""
+
+
+def length(text: str, *, factor: float = 1.0, with_text: bool = False) -> float | str:
     print("not an answer")
-    return len(text) * factor
+    return text if with_text else len(text) * factor
 
 
 def misbehave(what: str, marks: str = "") -> float:
@@ -49,6 +53,7 @@ def test_calls_are_answered_by_processes_that_may_print() -> None:
         rewards = Rewards(length, processes=2)
         found = await asyncio.gather(*(rewards("x" * n, factor=0.5) for n in range(20)))
         assert found == [0.5 * n for n in range(20)]
+        assert await rewards("x" * LARGE, with_text=True) == "x" * LARGE
         await rewards.close()
 
     play(story)

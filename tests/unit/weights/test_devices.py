@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.weights.fake_device import FakeDevice, FakeMachine, MemoryMisuse
 from tests.unit.weights.harness import ReceiverHarness, WeightsHarness, weights_harness
-from unirun.weights.devices import DeviceError
+from unirun.weights.devices import CudaDevice, DeviceError
 from unirun.weights.integrations.sending import read
-from unirun.weights.publishing import Publisher
+from unirun.weights.publishing import CURRENT, Publisher
 
 pytestmark = pytest.mark.starts_processes
 
@@ -137,6 +142,28 @@ class TestOnOneHost:
             assert packing.view(block.memory, "w", packing.layout["w"].pieces[0].box).tolist() == [8.0] * SIZE
         assert not machine.borrowed
 
+    def test_only_the_last_version_is_kept_however_it_was_read(self, harness: WeightsHarness) -> None:
+        machine = FakeMachine()
+        publisher, _ = on_device(harness, machine)
+        device = publisher._device({})
+        assert device is not None
+        copy, later = device.copy, list[int]()
+
+        def copies(into: list[torch.Tensor], from_: list[torch.Tensor]) -> None:
+            copy(into, from_)
+            if later:
+                publisher.publish(filled(3.0), later.pop())
+
+        for version, meanwhile in ((1, []), (2, [3]), (4, []), (5, [6]), (7, [])):
+            publisher.publish(filled(3.0), version)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(device, "copy", copies)
+                later[:] = meanwhile
+                with publisher.current() as (read, _, _):
+                    assert read == version
+        publisher.publish(filled(3.0), 8)
+        assert [block.readers for block in publisher._blocks._blocks if block.readers] == [{CURRENT}]
+
     def test_it_is_whole_while_the_next_ones_are_published(self, harness: WeightsHarness) -> None:
         machine = FakeMachine()
         publisher, endpoint = on_device(harness, machine)
@@ -231,3 +258,60 @@ class TestTheTwin:
     def test_a_device_without_room_says_so(self) -> None:
         with pytest.raises(DeviceError):
             FakeMachine(room=3).process(0).allocate(4)
+
+
+class FakeCuda:
+    """The calls of ``cuda.bindings`` by which memory comes and goes. An address is used again when it is free."""
+
+    cudaIpcMemLazyEnablePeerAccess = 1
+
+    def __init__(self) -> None:
+        self.there: dict[int, str] = {}
+
+    def _comes(self, kind: str) -> tuple[int, int]:
+        address = next(number for number in range(64, 1 << 20, 64) if number not in self.there)
+        self.there[address] = kind
+        return 0, address
+
+    def _goes(self, kind: str, address: int) -> tuple[int]:
+        assert self.there.pop(address) == kind
+        return (0,)
+
+    def cudaMalloc(self, size: int) -> tuple[int, int]:
+        return self._comes("allocated")
+
+    def cudaFree(self, address: int) -> tuple[int]:
+        return self._goes("allocated", address)
+
+    def cudaIpcMemHandle_t(self) -> SimpleNamespace:
+        return SimpleNamespace(reserved=b"")
+
+    def cudaIpcOpenMemHandle(self, handle: object, flags: int) -> tuple[int, int]:
+        return self._comes("borrowed")
+
+    def cudaIpcCloseMemHandle(self, address: int) -> tuple[int]:
+        return self._goes("borrowed", address)
+
+
+@given(st.lists(st.sampled_from(["allocate", "borrow", "end the first", "end the last"]), max_size=12))
+def test_memory_of_cuda_is_given_back_as_it_was_had(history: list[str]) -> None:
+    """The address of memory that was freed may be that of memory that is borrowed later."""
+    cuda, found = FakeCuda(), list[Any]()
+    device: Any = object.__new__(CudaDevice)
+    device._device, device._cuda, device._own = torch.device("cpu"), cuda, set()
+
+    def tensor(place: Any, device: torch.device) -> SimpleNamespace:
+        address, _ = place.__cuda_array_interface__["data"]
+        return SimpleNamespace(data_ptr=lambda: address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        patch.setattr(torch, "as_tensor", tensor)
+        for event in [*history, *["end the first"] * len(history)]:
+            if event == "allocate":
+                found.append(device.allocate(8))
+            elif event == "borrow":
+                found.append(device.borrow(bytes(72)))
+            elif found:
+                device.end(found.pop(0 if event == "end the first" else -1))
+    assert not cuda.there

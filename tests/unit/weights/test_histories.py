@@ -466,6 +466,10 @@ class Channel(RuleBasedStateMachine):
             assert lent == held, (lent, held, [b.number for b in blocks])
 
     def teardown(self) -> None:
+        """No connection is left of those that have closed the channel."""
+        for channel in (*(reader.channel for reader in self.readers.values()), *self.publishers.values()):
+            channel.close()
+        assert not self.job.links
         self.job.close()
 
 

@@ -11,7 +11,9 @@ import pytest
 
 from tests.unit.weights.job import Job
 from tests.unit.weights.queues.test_histories import End
-from unirun.errors import QueueEnded
+from unirun.errors import QueueEnded, QueueTimeout
+from unirun.roles.transport.protocol import Parcel
+from unirun.weights.messages import WEIGHTS
 
 
 @pytest.fixture
@@ -53,3 +55,45 @@ def test_an_event_loop_hears_that_all_producers_have_ended(job: Job) -> None:
     job.tells()
     with pytest.raises(QueueEnded):
         asyncio.run(consumer.queue.get_async(timeout=1.0))
+
+
+@pytest.mark.parametrize("phase", ["ended", "lost"])
+def test_items_that_a_consumer_takes_with_it_are_there_for_others(phase: str) -> None:
+    job = Job(rollout=1, actor=2)
+    producer = End(job.starts("rollout", 0, "a"))
+    first, second = (End(job.starts("actor", rank, "a")) for rank in range(2))
+    producer.queue.put("item", version=0)
+    assert first.queue.get(timeout=1.0).value == "item"
+    with pytest.raises(QueueTimeout):
+        second.queue.get(timeout=1.0)
+    first.worker.phase = phase
+    job.tells()
+    assert second.queue.get(timeout=1.0).value == "item"
+    job.close()
+
+
+class Fragile:
+    """A value that can be pickled, and cannot be made again."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
+
+
+def test_an_item_that_cannot_be_read_is_dropped_and_the_next_one_comes(job: Job) -> None:
+    producer = End(job.starts("rollout", 0, "a"))
+    consumer = End(job.starts("actor", 0, "b"))
+    for value in (Fragile(), "item"):
+        producer.queue.put(value, version=0)
+    with pytest.raises(ValueError, match="no number"):
+        consumer.queue.get(timeout=1.0)
+    assert consumer.queue.get(timeout=1.0).value == "item"
+    consumer.queue.done()
+    assert (producer.queue._items.left, producer.queue._items.dropped) == (0, 1)
+
+
+def test_a_request_that_cannot_be_read_is_answered(job: Job) -> None:
+    """Its sender does not wait for its deadline."""
+    worker, answers = End(job.starts("rollout", 0, "a")).worker, list[Parcel]()
+    for head in (b"", b"{}", b"no JSON"):
+        worker.sockets.handlers[WEIGHTS](Parcel(head), answers.append)
+    assert answers == [Parcel(b"")] * 3

@@ -1,0 +1,68 @@
+"""A channel as one of its ends has it: what it learns of the others anew, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.weights.test_histories import Channel
+from unirun.errors import WeightsTimeout
+
+
+@pytest.fixture
+def channel() -> Iterator[Channel]:
+    """One of which all publishers have version 1."""
+    made = Channel()
+    made.begins()
+    made.all_publish(False, 0)
+    yield made
+    made.job.close()
+
+
+def shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(each.shape) for name, each in tensors.items()}
+
+
+def test_tensors_are_described_as_they_were_received_last(channel: Channel) -> None:
+    reader = channel.readers[0].channel
+    assert shapes(reader.describe(1.0)) == {"w": (6, 4), "b": (4,), "n": (3,)}
+    for publisher in channel.publishers.values():
+        publisher.publish({"w": torch.ones(2, 3)}, 5)
+    reader.receive({"w": torch.zeros(2, 3)}, timeout=1.0)
+    assert shapes(reader.describe(1.0)) == {"w": (2, 3)}
+
+
+def test_a_version_is_borrowed_of_one_publisher_when_all_have_it(channel: Channel) -> None:
+    reader = channel.readers[0].channel
+    channel.publish(0)
+    with pytest.raises(WeightsTimeout):
+        reader.borrow(timeout=1.0)
+    channel.publish(1)
+    found = reader.borrow(timeout=1.0)
+    assert found is not None
+    assert found[0] == 2
+
+
+class Pair:
+    """A process group with a publisher."""
+
+    open = True
+
+    def close(self) -> None:
+        self.open = False
+
+
+def test_a_process_group_ends_with_the_publisher_that_it_was_formed_with(channel: Channel) -> None:
+    reader, pair = channel.readers[1], Pair()
+    receiver: Any = reader.channel
+    receiver.receive(reader.tensors, timeout=1.0)
+    receiver._sources["actor", 0]._pair = pair
+    receiver.receive(reader.tensors, timeout=1.0)
+    assert pair.open
+    channel.die()
+    channel.begin_anew(0, 1)
+    receiver.receive(reader.tensors, timeout=1.0)
+    assert not pair.open
