@@ -367,6 +367,12 @@ def test_workers_are_shown_their_devices_by_the_variable_of_their_type() -> None
     assert place(spec, hosts("devices=2,type=npu"))[1].masks == {}, "nobody here knows that type"
 
 
+@pytest.mark.parametrize(("slots", "own"), [(0.5, True), (1.0, False), (2.0, True)])
+def test_a_rank_whose_device_is_not_that_of_its_local_rank_is_told_of(slots: float, own: bool) -> None:
+    placement = place(job(role("actor", 2, slots=slots), *ranks(critic=1)), hosts("devices=8"))[1]
+    assert ("each rank of actor sees its own devices only" in placement.note) == own
+
+
 class TestRolesBesideOthers:
     """They have one rank on each node of the other role, and change nothing for the planner."""
 

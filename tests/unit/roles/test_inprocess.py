@@ -12,6 +12,8 @@ import torch
 
 import unirun
 from unirun import BaseTrainer, BaseWorkload, run_in_process
+from unirun.roles.context import Context, acting
+from unirun.roles.peers import lone_peers
 
 
 class Adder(BaseWorkload):
@@ -164,3 +166,13 @@ class Patience(BaseTrainer):
 
 def test_a_wait_may_have_no_end() -> None:
     assert run_in_process(Patience, {"teacher": (Patient, 1), "pupil": (Patient, 1)}) == [3]
+
+
+def test_a_thread_has_the_context_of_a_worker_only_while_it_plays_it() -> None:
+    contexts = [Context({}, lone_peers({"RANK": str(rank)})) for rank in range(2)]
+    outside = unirun.init({})
+    with acting(contexts[0]):
+        with acting(contexts[1]):
+            assert unirun.init() is contexts[1]
+        assert unirun.init() is contexts[0]
+    assert unirun.init() is outside

@@ -30,6 +30,13 @@ class Named(OrderedDict[str, Any]):
     name = ""
 
 
+class Fresh(UserDict[int, Any]):
+    """Makes its items when they are asked for."""
+
+    def items(self) -> Any:
+        return [(key, [value]) for key, value in self.data.items()]
+
+
 class Frozen(dict[str, Any]):
     """Cannot be changed, so it is its own copy."""
 
@@ -111,3 +118,10 @@ def test_a_list_in_itself_ends_and_one_that_occurs_twice_does_afterwards() -> No
     found = mapped(doubled, [circle, circle])
     assert found[0][0] == 2
     assert found[0] is found[1] is found[0][1] is not circle
+
+
+def test_containers_that_are_made_meanwhile_are_not_taken_for_others() -> None:
+    """They are gone in a moment, and others have their identities."""
+    numbers = [[*range(each, each + each % 4)] for each in range(50)]
+    found = mapped(lambda leaf: leaf, [Fresh(dict(enumerate(some))) for some in numbers])
+    assert [each.data for each in found] == [{at: [n] for at, n in enumerate(some)} for some in numbers]

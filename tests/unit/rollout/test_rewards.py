@@ -100,8 +100,10 @@ def test_a_process_that_hangs_or_crashes_is_replaced_so_many_times(
         rewards = Rewards(misbehave, processes=1, timeout=0.2 if what == "hang" else 15.0, attempts=2)
         # The second process answers.
         assert await rewards(what, str(tmp_path / "mark")) == 1.0
+        assert len(rewards._all) == 1, "one that has ended is not kept: its number may be another process's"
         with pytest.raises(RewardFailed, match=problem):
             await rewards(what)
+        assert not rewards._all
         await rewards.close()
 
     play(story)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -48,3 +49,10 @@ def test_each_worker_has_a_number_that_no_other_has_had_and_the_first_that_of_it
     numbers = [agent._number(WorkerId("me", rank, number)) for number, rank in enumerate(ranks)]
     assert len({*numbers}) == len(numbers)
     assert {rank: numbers[ranks.index(rank)] for rank in ranks} == {rank: rank for rank in ranks}
+
+
+def test_an_agent_that_was_closed_is_closed_once() -> None:
+    agent: Any = RpcAgent(WorkerId("me", 0, 0), lambda who: who.rank, 1, polls=False)
+    assert not agent.close()
+    agent._agent = object()  # torch's, which has been shut down by the user
+    assert [agent.close() for _ in range(2)] == [True, False]

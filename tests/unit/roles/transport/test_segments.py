@@ -118,6 +118,9 @@ def test_what_receivers_keep_for_long_takes_no_descriptor(pool: SegmentPool) -> 
     for segment in segments:
         pool.release(segment.number)
     assert files() <= before + MANY
+    for segment in segments:
+        with pytest.raises(FrameError, match="never lent"):
+            pool.release(segment.number)
 
 
 def test_no_more_than_so_much_is_kept_for_later(pool: SegmentPool, monkeypatch: pytest.MonkeyPatch) -> None:
