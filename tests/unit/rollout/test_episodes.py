@@ -38,6 +38,14 @@ def test_a_prompt_that_does_not_go_on_with_what_was_said_begins_another_trajecto
     assert first.reward == second.reward == 1.0
 
 
+def test_a_prompt_that_goes_on_with_two_trajectories_goes_on_with_the_later_one() -> None:
+    turns = [Turn((1,), made(2)), Turn((1,), made(2, 3)), Turn((1, 2, 3, 4), made(5))]
+    first, second = trajectories(turns, 1.0)
+    assert first.token_ids == (1, 2)
+    assert second.token_ids == (1, 2, 3, 4, 5)
+    assert second.trained == (False, True, True, False, True)
+
+
 def test_the_version_of_a_group_is_the_oldest_that_has_made_a_token() -> None:
     mixed = Completion((1, 2), (0.0, 0.0), (4, 5), "stop")
     assert oldest([made(1, version=6), mixed]) == 4

@@ -10,6 +10,7 @@ import torch
 
 from tests.unit.weights.test_histories import Channel
 from unirun.errors import WeightsTimeout
+from unirun.weights.channel import VERSION_REPORT_INTERVAL
 
 
 @pytest.fixture
@@ -66,3 +67,13 @@ def test_a_process_group_ends_with_the_publisher_that_it_was_formed_with(channel
     channel.begin_anew(0, 1)
     receiver.receive(reader.tensors, timeout=1.0)
     assert not pair.open
+
+
+def test_versions_that_follow_each_other_are_told_once_a_moment_later(channel: Channel) -> None:
+    """By one timer for all of them."""
+    for _ in range(5):
+        channel.all_publish(False, 0)
+    assert len(channel.job.timers) == len(channel.publishers)
+    channel.job.later(VERSION_REPORT_INTERVAL)
+    assert not channel.job.timers
+    channel.versions_are_told()

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -378,6 +379,13 @@ class TestWait:
         assert 0.1 <= time.monotonic() - began < WAIT_TIMEOUT
         assert wait([ref], timeout=0) == ([], [ref])
         assert wait([ref], timeout=-1) == ([], [ref])
+
+    def test_wait_takes_no_more_than_what_is_left_of_its_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        times, ref, began = iter([0.0, 2 * WAIT_TIMEOUT]), ref_of(), time.monotonic()
+        with monkeypatch.context() as patch:
+            patch.setattr("unirun.roles.calls.call.time", SimpleNamespace(monotonic=lambda: next(times)))
+            assert wait([ref], timeout=WAIT_TIMEOUT) == ([], [ref])
+        assert time.monotonic() - began < WAIT_TIMEOUT / 2
 
     def test_wait_for_no_refs_returns_at_once(self) -> None:
         assert wait([], 0) == ([], [])
