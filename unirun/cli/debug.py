@@ -45,7 +45,8 @@ class Conversation:
         self._master, self._who = master, who
         self._text = ""
         self._met = False
-        self._interrupts = 0
+        # The times that Ctrl-C was pressed since the last prompt, and those of which the program was told.
+        self._interrupts = self._asked = 0
 
     def run(self) -> int:
         """Talk until one of the two leaves. Returns the exit code. Raises `JobError`, `WireError`."""
@@ -83,17 +84,17 @@ class Conversation:
 
     def _receive(self) -> Message | None:
         """The next message; None if the user wants to leave. Ctrl-C stops the program, and a second one leaves it."""
-        began, told, asked = time.monotonic(), False, 0
+        began, told = time.monotonic(), False
         while True:
-            if self._interrupts > asked:
-                if asked or not self._met:
+            if self._interrupts > self._asked:
+                if self._asked or not self._met:
                     return None
-                asked = self._interrupts
+                self._asked = self._interrupts
                 self._master.send(DebugInput(control="interrupt"))
             try:
                 word = self._master.receive(POLL_INTERVAL)
             except RendezvousError:
-                waits = not self._met or asked
+                waits = not self._met or self._asked
                 if waits and not told and time.monotonic() - began > NATIVE_NOTICE_DELAY:
                     told = True
                     warn(
@@ -123,7 +124,7 @@ class Conversation:
                 return False
             finally:
                 signal.signal(signal.SIGINT, self._interrupted)
-                self._interrupts = 0
+                self._interrupts = self._asked = 0
             self._master.send(DebugInput(line))
             return True
 
