@@ -1,13 +1,23 @@
-"""The refusals of ``unirun agent`` before it reaches for a job."""
+"""The refusals of ``unirun agent`` before it reaches for a job, and how often it asks a master that is hard to reach."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.unit.cli.in_process import run_cli
+from tests.unit.rendezvous.fake_master import FakeJob
+from unirun.cli import agent
 from unirun.cli.commands import call
-from unirun.errors import JobError, UsageError
+from unirun.errors import ConnectionLost, JobError, UsageError
+from unirun.failover.nodes import RETRY_REMEDY, has_left
+from unirun.observe.status import JobStatus, write_status
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.messages import Attach, Drain, Drained
 
 
 @pytest.mark.parametrize(
@@ -43,3 +53,37 @@ def test_a_node_of_no_job_cannot_be_drained(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.delenv("UNIRUN_STORE", raising=False)
     with pytest.raises(JobError):
         call("agent", ["drain", "h2"])
+
+
+ANSWERS = {
+    "wait": Drained("h2", "it moves", RETRY_REMEDY),
+    "drained": Drained("h2"),
+    "left": Drained("h2", has_left("h2"), "see unirun status"),
+    "refused": Drained("h2", "it has all ranks", "add a node"),
+}
+
+
+@given(
+    st.lists(st.sampled_from(("gone", "wait")), max_size=3), st.sampled_from(("drained", "left", "refused"))
+)
+def test_a_node_that_is_drained_is_asked_for_until_a_master_answers(before: list[str], last: str) -> None:
+    """That it has left already is a success if the answer to an earlier question may have been lost."""
+    words = iter([*before, last])
+
+    def script(stream: BlockingStream) -> None:
+        assert (stream.receive(), stream.receive()) == (Attach(), Drain("h2"))
+        if (word := next(words)) == "gone":
+            raise ConnectionLost("this master has died")
+        stream.send(Drained("h3"))
+        stream.send(ANSWERS[word])
+
+    with tempfile.TemporaryDirectory() as home, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UNIRUN_HOME", home)
+        patch.setattr(agent, "DRAIN_RETRY_INTERVAL", 0.0)
+        with FakeJob() as job:
+            write_status(job.job_dir, JobStatus("run-1", "job", "running", "", 0.0, None, None, ()))
+            job.leader(script=script)
+            code = run_cli("agent", "drain", "h2", "run-1")
+    succeeds = last == "drained" or (last == "left" and "gone" in before)
+    assert code == (0 if succeeds else JobError.exit_code)
+    assert next(words, None) is None

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import tempfile
 import threading
 from datetime import datetime
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.cli.in_process import run_cli
 from tests.unit.observe.ending_job import ending
@@ -144,3 +149,31 @@ def test_all_is_printed_of_a_job_that_ends_while_its_events_are_followed(
     monkeypatch.setattr(events, "find_here", lambda *_: ending(job, moment, end))
     assert run_cli("events", job.run_id, "-f") == 0
     assert capsys.readouterr().out.endswith("end: the job is over\n")
+
+
+EVENTS = st.lists(
+    st.tuples(st.integers(1, 3), st.sampled_from(("exit", "join")), st.integers(0, 1)), max_size=8
+)
+
+
+@given(EVENTS, st.sampled_from(((), ("--story", "actor:1"), ("--kind", "exit"))))
+def test_a_log_that_is_followed_to_its_end_is_shown_as_one_that_is_read(
+    written: list[tuple[int, str, int]], options: tuple[str, ...]
+) -> None:
+    """Also what masters have written that had been replaced."""
+    with tempfile.TemporaryDirectory() as home, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UNIRUN_HOME", home)
+        job, lock = create_job("job-1", new_token())
+        os.close(lock)
+        write_status(job, JobStatus("job-1", "job", "failed", "", 0.0, 1.0, 1, ()))
+        log = EventLog(job.events)
+        for number, (term, kind, rank) in enumerate(written):
+            log.write(kind, f"event {number}", id=f"{term}-{number}", about=(f"actor:{rank}",))
+        log.close()
+        shown = []
+        for follow in ((), ("--follow",)):
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                run_cli("events", "job-1", "--json", *options, *follow)
+            shown.append(out.getvalue())
+    assert shown[0] == shown[1]

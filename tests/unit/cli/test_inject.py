@@ -1,4 +1,4 @@
-"""The refusals of ``unirun inject``, and the ranks that it means."""
+"""The refusals of ``unirun inject``, the ranks that it means, and its schedules."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import os
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.cli.in_process import run_cli
+from tests.unit.rendezvous.fake_master import FakeJob
 from unirun.cli.commands import call
 from unirun.cli.inject import fault_of, ranks_of
 from unirun.errors import JobError, UsageError
 from unirun.observe.status import JobStatus, RoleStatus, WorkerStatus, write_status
 from unirun.rendezvous.creation import create_job
+from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import new_token
+from unirun.wire.messages import Attach, Inject, Injected
 
 
 def status(phase: str = "running") -> JobStatus:
@@ -120,3 +124,24 @@ def test_a_job_of_another_user_gets_no_fault(home: Path, monkeypatch: pytest.Mon
     with pytest.raises(JobError, match="belongs to user .*; set UNIRUN_HOME to a directory of your own"):
         call("inject", ["job-1", "actor", "--fault", "sigkill"])
     os.close(lock)
+
+
+@pytest.mark.parametrize(("lasting", "count"), [("0.01s", 0), ("0.02s", 1), ("0.05s", 2)])
+def test_a_schedule_injects_one_fault_at_the_end_of_each_interval_that_it_has(
+    home: Path, lasting: str, count: int
+) -> None:
+    asked: list[Inject] = []
+
+    def script(stream: BlockingStream) -> None:
+        assert stream.receive() == Attach()
+        fault = stream.receive()
+        assert isinstance(fault, Inject)
+        asked.append(fault)
+        stream.send(Injected(fault.role, fault.rank))
+
+    with FakeJob() as job:
+        write_status(job.job_dir, replace(status(), run_id="run-1"))
+        job.leader(script=script)
+        options = ("--fault", "sigkill", "--every", "0.02s", "--for", lasting, "--seed", "1")
+        assert run_cli("inject", "run-1", "actor", *options) == 0
+    assert len(asked) == count
