@@ -103,3 +103,12 @@ def test_a_rank_in_detail_has_its_events_its_metrics_and_the_end_of_its_log() ->
     assert "the last line" in found
     assert "it loads" in texts(look(1.0), TopView(filter="rollout", detail=True))
     assert "no rank fits the filter" in texts(look(1.0), TopView(filter="critic", detail=True))
+
+
+def test_below_any_number_of_ranks_stand_the_keys_and_what_is_not_shown() -> None:
+    for ranks in range(1, 40):
+        lines = [line.text for line in frame(look(10.0, ranks=ranks), Meters(), PLAIN, 80, 24)]
+        assert lines[-1].startswith("q quit")
+        rows = [line for line in lines if line.startswith(("actor:", "rollout:"))]
+        told = [line for line in lines if line.startswith(f"… {ranks + 1} ranks, 1 to {len(rows)} are shown")]
+        assert len(told) == (len(rows) < ranks + 1)
