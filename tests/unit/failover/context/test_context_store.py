@@ -20,6 +20,7 @@ from unirun.errors import Fenced, OutcomeUnknown, StoreAway, StoreError, StoreRe
 from unirun.failover import context as store_module
 from unirun.failover.context import MAX_BYTES, MAX_OPERATIONS, load
 from unirun.failover.state import Exit, Failure
+from unirun.rendezvous.election import crashes_key
 from unirun.rendezvous.store.protocol import MAX_CHANGES, MAX_SIZE, Put, ValueIs
 from unirun.values import WorkerId
 
@@ -43,6 +44,22 @@ class TestANewContext:
         contexts(store, deposing=1).create(job.state)
         assert load(store, RUN) == kept(job.state)
         assert len(store.get_prefix(f"jobs/{RUN}/context/").items) == 2
+
+    def test_a_new_context_leaves_nothing_of_the_job_before_of_its_id(
+        self, store: FaultyStore, job: Job
+    ) -> None:
+        contexts(store, run_id="run").create(job.state)
+        alone = {
+            item.key.replace("jobs/run/", f"jobs/{RUN}/") for item in store.get_prefix("jobs/run/").items
+        }
+        first = contexts(store)
+        first.create(job.state)
+        first.save_state("actor", 0, "saved")
+        first.commit_version("policy", 1)
+        first.mark_silent(["n0"])
+        store.txn([], [Put(crashes_key(RUN), "[]")])
+        contexts(store, deposing=1).create(job.state)
+        assert {item.key for item in store.get_prefix(f"jobs/{RUN}/").items} == alone
 
     def test_a_new_context_touches_no_job_whose_id_begins_alike(self, store: FaultyStore, job: Job) -> None:
         other = Job({"actor": 2}).running()

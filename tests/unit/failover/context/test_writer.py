@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -321,6 +322,27 @@ class TestAStoreThatIsAway:
         assert len(harness.done) == 3, "it was done once"
         assert len(harness.verdicts) == 1
         assert stored(harness).phase is JobPhase.STOPPING
+
+    def test_a_store_that_has_answered_a_moment_ago_holds_an_end_back_for_as_long_as_any(
+        self, harness: WriterHarness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Though something has waited for it without a break."""
+        now = 1000.0
+        clock: Any = SimpleNamespace(monotonic=lambda: now)
+        monkeypatch.setattr(writing, "time", clock)
+
+        async def go() -> None:
+            nonlocal now
+            harness.decides("one")
+            target = harness.writer._ledger.due
+            assert target is not None
+            harness.steps("end", harness.job.exits("actor", 1, 1).state)
+            now += writing.END_WRITE_TIMEOUT - 1
+            assert harness.writer._until_unwritten() == 1.0
+            await harness.writer._bring_to(target)
+            assert harness.writer._until_unwritten() == writing.END_WRITE_TIMEOUT
+
+        run(go())
 
     def test_an_unreachable_store_holds_back_what_is_no_end_however_long_it_has_been_away(
         self, harness: WriterHarness, back: threading.Event, monkeypatch: pytest.MonkeyPatch

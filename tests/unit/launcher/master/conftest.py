@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.unit.launcher.master.harness import MasterHarness
+from unirun.launcher.master import shell
 
 
 @pytest.fixture
 def harness(tmp_path: Path) -> MasterHarness:
     return MasterHarness(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def no_wait_runs_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A master whose peers have closed their streams leaves at once."""
+    waits: list[str] = []
+    monkeypatch.setattr(shell, "gave_up", lambda wait, seconds: waits.append(wait))
+    yield
+    assert waits == []

@@ -107,6 +107,24 @@ class TestAnAnswer:
 
         assert harness.run(others) == []
 
+    def test_a_master_whose_term_is_old_needs_no_answer_to_be_read_by_a_node_that_is_given_up(
+        self, tmp_path: Path
+    ) -> None:
+        model = Job({"actor": 2}, inventory=TWO, restarts={"actor": 1})
+        model.state = replace(model.state, placement=replace(model.state.placement, lost=("n1",)))
+        harness = MasterHarness(tmp_path, model, tcp=True)
+        n0 = credentials_in(tmp_path / "n0", harness.token, "n0")
+
+        async def others() -> None:
+            agent = await harness.greet(model.join("n0"), n0)
+            first = await answer(agent)
+            harness.term.renewed = 0.0
+            second = await answer(agent, first.at)
+            assert second.age == second.at - first.at
+            await agent.close()
+
+        assert harness.run(others) == []
+
 
 @pytest.mark.usefixtures("hurried")
 class TestSilence:
