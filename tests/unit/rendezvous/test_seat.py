@@ -116,15 +116,6 @@ def test_seat_watches_of_many_agents_read_the_store_once_each(store: MemoryStore
     assert {tuple(each.asked) for each in stores} == {("get_prefix", "watch", "close")}
 
 
-def test_a_seat_watch_that_is_doubted_reads_the_store_anew(store: MemoryStore) -> None:
-    recorded, counted = RecordedSeats(), Counted(store)
-    watch = SeatWatch(lambda: counted, JOB, recorded)
-    recorded.until(lambda seat: seat.known)
-    watch.doubt()
-    eventually(lambda: counted.asked.count("get_prefix") == 2)
-    watch.close()
-
-
 def test_a_calm_seat_watch_reports_another_leader_a_little_later(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +126,22 @@ def test_a_calm_seat_watch_reports_another_leader_a_little_later(
     elect(store, [1, 2])
     recorded.until(lambda seat: seat.epoch == 2)
     watch.close()
+
+
+def test_a_seat_watch_that_is_doubted_reads_the_store_once_more(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seat_module, "EAGER_WATCH_TIMEOUT", 0.01)
+    counted, recorded = Counted(store), RecordedSeats()
+    watch = SeatWatch(lambda: counted, JOB, recorded)
+    elect(store, [1])
+    recorded.until(lambda seat: seat.epoch == 1)
+    watch.doubt()
+    eventually(lambda: counted.asked.count("get_prefix") == 2, "it reads anew")
+    elect(store, [2])
+    recorded.until(lambda seat: seat.epoch == 2)
+    watch.close()
+    assert counted.asked.count("get_prefix") == 2
 
 
 def test_a_seat_watch_reports_an_unreachable_store_and_keeps_the_last_leader(

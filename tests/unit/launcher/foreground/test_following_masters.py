@@ -204,12 +204,15 @@ class Following:
         self.loop.wait(self.rng.choice((0.5, 0.7 * SILENCE_TIMEOUT, 2 * SILENCE_TIMEOUT)))
 
     def check(self) -> None:
-        """A master that has spoken a moment ago is followed, one that has not for long is left. While there is none,
-        agents that are stopped are let go on, again and again."""
+        """A master that has spoken a moment ago is followed, one that has not for long is left. When there has been
+        none for a while, agents that are stopped are let go on, again and again."""
         if self.command._master is not None:
             self.alone_since = self.loop.time()
         alone = self.loop.time() - max(self.alone_since, self.job.woken)
         assert alone <= NO_MASTER_NOTICE_DELAY + CHECK
+        assert (
+            self.job.woken <= self.alone_since or self.job.woken >= self.alone_since + NO_MASTER_NOTICE_DELAY
+        )
         assert len([each for each in self.masters.streams if not each.closed]) <= 2
         for each in self.masters.streams:
             if not each.lost and each.epoch == self.masters.seat.epoch:

@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,12 @@ from hypothesis import strategies as st
 
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import FrameError
+from unirun.failover.silence import HEARTBEAT_INTERVAL
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts import copying as mirror
 from unirun.launcher.hosts.connection import RemoteNode
 from unirun.launcher.hosts.copying import Mirror, record_hosts, write
-from unirun.launcher.hosts.feed import MAX_CHUNK_BYTES, feed
+from unirun.launcher.hosts.feed import FILE_POLL_INTERVAL, MAX_CHUNK_BYTES, feed, news
 from unirun.observe.jobdir import JobDir
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.frames import decode
@@ -96,6 +98,22 @@ def test_a_host_says_again_and_again_that_all_was_sent_while_its_agent_lives(job
             assert [command.receive(WAIT_TIMEOUT) for _ in range(3)] == [Current()] * 3
         feeding.result(WAIT_TIMEOUT)
         assert command.receive(WAIT_TIMEOUT) == Current(over=True)
+
+
+def test_that_all_was_sent_is_said_once_in_each_heartbeat_interval(job: JobDir) -> None:
+    now, said = 1000.0, list[float]()
+    with open(job.lock, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        messages = news(job, {}, lambda: now)
+        while now < 1010.0:
+            message = next(messages)
+            if isinstance(message, Current):
+                said.append(now)
+            elif message is None:
+                now += FILE_POLL_INTERVAL
+    pauses = [later - earlier for earlier, later in pairwise(said)]
+    assert all(0.0 <= each - HEARTBEAT_INTERVAL <= FILE_POLL_INTERVAL + 1e-6 for each in pauses)
+    assert len(said) >= 9
 
 
 @pytest.mark.starts_processes
