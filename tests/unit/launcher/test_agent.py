@@ -13,10 +13,10 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.wire.endpoints import Endpoint, fail_on_refusal
-from tests.waiting import WAIT_TIMEOUT
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import Refused
 from unirun.launcher import core, events
-from unirun.launcher.agent import Agent, EarlySpawners, handles_of
+from unirun.launcher.agent import Agent, EarlySpawners, LineFilters, handles_of
 from unirun.launcher.environment import SpawnerKey, for_workers
 from unirun.launcher.events import AgentState, Command, Event, Phase, Worker
 from unirun.launcher.orders import Orders
@@ -24,7 +24,7 @@ from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import create_job
 from unirun.rendezvous.election import campaign, job_prefix
 from unirun.rendezvous.store.url import open_store
-from unirun.spec.job import Entry, JobSpec, RoleSpec
+from unirun.spec.job import Entry, JobSpec, LogSpec, RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress
 from unirun.wire.aio import Stream, StreamServer, connect
@@ -173,3 +173,25 @@ def test_an_agent_without_a_task_starts_the_spawner_that_it_most_likely_needs(
     found[1].wait(WAIT_TIMEOUT)
     for each in (*early.sockets.values(), *other.sockets.values()):
         each.close()
+
+
+def test_of_each_rank_the_last_worker_alone_is_followed_and_all_matching_lines_come_once(
+    tmp_path: Path,
+) -> None:
+    job = JobDir(tmp_path)
+    job.logs.mkdir()
+    filters = LineFilters(job, LogSpec(duplicate_stdout_filters=("loss", ""), duplicate_stderr_filters=()))
+    expected = []
+    for incarnation in range(4):
+        for rank in range(2):
+            who = WorkerId("actor", rank, incarnation)
+            logs = job.worker_logs(who)
+            logs.mkdir(parents=True)
+            (logs / "stdout.log").write_text(f"loss {incarnation}\nother\n")
+            expected.append(f"[actor:{rank}] loss {incarnation}")
+            filters.follow(who)
+    assert filters._follower is not None
+    about = Path(f"/proc/self/fdinfo/{filters._follower._inotify}")
+    eventually(lambda: about.read_text().count("inotify wd:") == 2, "two files are watched")
+    filters.finish()
+    assert sorted((job.logs / "filtered_stdout.log").read_text().splitlines()) == sorted(expected)

@@ -282,3 +282,26 @@ def test_an_agent_that_waits_for_a_task_ends_with_the_process_that_has_started_i
         assert children() == []
         """)
     )
+
+
+@pytest.mark.starts_processes
+def test_an_agent_has_the_environment_of_its_job_and_nothing_of_the_time_before(tmp_path: Path) -> None:
+    """Its spawner shows it."""
+    run(f"""
+        from unirun.launcher.process import environment_of
+        from unirun.rendezvous.creation import create_job
+        from unirun.wire.handshake import new_token
+        from unirun.wire.messages import AgentTask
+
+        os.environ |= {{"UNIRUN_HOME": "{tmp_path}", "UNIRUN_WARM": "0", "OF_BEFORE": "1"}}
+        agent = local.AgentProcess(Path("{tmp_path}/log"))
+        del os.environ["OF_BEFORE"]
+        os.environ["OF_THE_JOB"] = "1"
+        job, lock = create_job("run-1", new_token())
+        agent.assign(job, AgentTask(spec, "n0", ("n0",), "/", "127.0.0.1"), lock, None)
+        agent.wait_until_bound(time.monotonic() + 60)
+        found = lambda: [environment_of(pid) for pid in children(agent.pid)]
+        until(lambda: any("OF_THE_JOB" in env for env in found()))
+        assert not any("OF_BEFORE" in env for env in found())
+        agent.end()
+    """)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import resource
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.waiting import WAIT_TIMEOUT
 from unirun.launcher import logs
-from unirun.launcher.logs import MAX_LINE, LogFollower
+from unirun.launcher.logs import MAX_LINE, LogFollower, _File
 
 
 @pytest.fixture
@@ -252,3 +256,21 @@ def test_a_log_follower_reports_a_deleted_file_at_the_end(follower: LogFollower,
     log.write_bytes(b"of somebody else\n")
     assert follower.finish(WAIT_TIMEOUT)
     assert seen.all() == f"one\nunirun: {log} cannot be read: another file has taken its place\n".encode()
+
+
+@given(st.lists(st.text("ab\r\n", min_size=1, max_size=4), max_size=8))
+def test_however_a_file_grows_its_lines_come_whole_and_at_once(parts: list[str]) -> None:
+    """A carriage return may be the first half of a line end, so one at the end waits for what follows."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, told = Path(folder, "stdout.log"), list[bytes]()
+        path.touch()
+        file = _File(path, told.append, parts=False, start=0)
+        written = b""
+        for part in parts:
+            written += part.encode()
+            path.write_bytes(written)
+            file.read()
+            ends = [found.end() for found in re.finditer(rb"\r\n|\n|\r(?!$)", written)]
+            assert b"".join(told) == written[: max(ends, default=0)]
+        file.close()
+        assert b"".join(told).removesuffix(b"\n") == written.removesuffix(b"\n")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import eventually_async
 from unirun.launcher.master import notifying
 from unirun.launcher.master.notifying import Notifier, Occasions
 from unirun.observe.events import LoggedEvent
@@ -102,3 +103,17 @@ def test_many_failures_have_few_commands_and_the_end_has_one(
 def test_the_end_with_exit_code_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     told("exit 3", event("end"))
     assert "the notify command ended with exit code 3" in capfd.readouterr().err
+
+
+@pytest.mark.starts_processes
+def test_the_end_waits_for_a_command_though_all_before_have_ended(tmp_path: Path) -> None:
+    async def tell() -> None:
+        # The second one is slow.
+        notifier = Notifier(f"ls {tmp_path} | grep -q . && sleep 0.3; mktemp {tmp_path}/XXXXXX", "job-1", [])
+        notifier.tell(event("failure", "actor:1"))
+        await eventually_async(lambda: not notifier._running, "the first command has ended")
+        notifier.tell(event("end"))
+        await notifier.close()
+
+    asyncio.run(asyncio.wait_for(tell(), 60))
+    assert len([*tmp_path.iterdir()]) == 2

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import stat
+import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.elastic.timer import FileTimerClient, FileTimerRequest  # type: ignore[attr-defined]
 
 from tests.unit.launcher.agent import KILL, TERM, Agent
+from tests.unit.simulated_loop import SimulatedLoop
 from tests.waiting import WAIT_TIMEOUT
+from unirun.launcher import timers as timers_module
 from unirun.launcher.events import Signal, TimerExpired
 from unirun.launcher.timers import MANY, TimerPipe, TimerRequest, Timers
 from unirun.wire.frames import from_json
@@ -95,6 +104,55 @@ def test_a_timer_pipe_takes_requests_of_torchs_client_and_ignores_other_lines(tm
 
     asyncio.run(main())
     assert not path.exists()
+
+
+MOVE = st.tuples(
+    st.sampled_from(("hold", "hold", "release", "wait")),
+    st.integers(7, 8),
+    st.sampled_from("ab"),
+    st.floats(0.1, 5.0),
+)
+
+
+@given(st.lists(MOVE, max_size=30))
+def test_a_pipe_tells_of_each_late_process_once_and_wakes_for_the_next_timer_alone(
+    moves: list[tuple[str, int, str, float]],
+) -> None:
+    loop, told = SimulatedLoop(), list[tuple[int, tuple[str, ...], int]]()
+    running: dict[tuple[int, str], float] = {}
+
+    async def begin(path: Path) -> TimerPipe:
+        return TimerPipe(path, lambda *late: told.append(late))
+
+    def alarms() -> int:
+        scheduled: list[asyncio.TimerHandle] = loop._scheduled  # type: ignore[attr-defined]
+        return sum(not each.cancelled() for each in scheduled)
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        clock: Any = SimpleNamespace(time=loop.time)
+        patch.setattr(timers_module, "time", clock)
+        pipe = loop.do(begin(Path(folder, "timer")))
+        writer = os.open(Path(folder, "timer"), os.O_WRONLY)
+        for move, pid, scope, seconds in moves:
+            if move == "wait":
+                loop.passes(seconds)
+            else:
+                end = loop.time() + seconds if move == "hold" else -1.0
+                running.pop((pid, scope), None)
+                if move == "hold":
+                    running[pid, scope] = end
+                asked = {"version": 1, "pid": pid, "scope_id": scope, "expiration_time": end, "signal": KILL}
+                os.write(writer, json.dumps(asked).encode() + b"\n")
+                loop.passes()
+            late = {pid for (pid, _), end in running.items() if end <= loop.time()}
+            assert sorted(each[0] for each in told) == sorted(late)
+            told.clear()
+            running = {key: end for key, end in running.items() if key[0] not in late}
+            assert alarms() == bool(running)
+        os.close(writer)
+        pipe.close()
+        assert alarms() == 0
+        loop.close()
 
 
 class TestAWorkerThatIsLate:

@@ -54,6 +54,19 @@ class TestBlockingStream:
         stream.close()
         stream.close()
 
+    def test_messages_that_several_threads_send_at_once_come_whole(self) -> None:
+        ours, theirs = socket.socketpair()
+        texts = [str(number) * 1_000_000 for number in range(4)]
+        with BlockingStream(ours) as sender, BlockingStream(theirs) as receiver:
+            # No socket takes such a message at once.
+            threads = [threading.Thread(target=sender.send, args=(Notice("a", text),)) for text in texts]
+            for thread in threads:
+                thread.start()
+            heard = [receiver.receive(WAIT_TIMEOUT) for _ in texts]
+            for thread in threads:
+                thread.join()
+        assert sorted(each.text for each in heard if isinstance(each, Notice)) == texts
+
     def test_a_blocking_stream_stops_waiting_at_its_timeout(self) -> None:
         ours, theirs = socket.socketpair()
         with (

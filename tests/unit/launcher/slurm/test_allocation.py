@@ -124,6 +124,8 @@ def test_nodes_are_unused_in_a_batch_script_without_a_step() -> None:
     heterogeneous = {name: value for name, value in HETEROGENEOUS.items() if "STEP" not in name}
     assert unused_nodes(heterogeneous | BATCH_SCRIPT | {"SLURM_JOB_NODELIST": "n1"}, "n1") == ("n2", "n3")
     assert unused_nodes(BATCH_SCRIPT | {"SLURM_JOB_NODELIST": "n1"}, "n1") == ()
+    # The name of a host is not always that which Slurm has for it.
+    assert unused_nodes(BATCH_SCRIPT, "compute-1") == ("n2", "n3")
     assert unused_nodes(STEP, "n1") == ()
     assert unused_nodes({}, "n1") == ()
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from unirun.launcher.warm.files import _TIMESTAMP_DELAY, LoadedFiles, _mark
+
 ROOT = Path(__file__).parents[4]
 
 RUN = """
@@ -115,3 +117,15 @@ class TestItIsSeen:
     def test_loaded_files_detect_a_file_changed_while_it_was_loaded(self, root: Path) -> None:
         change = "print(Path(files.changed_since(began)).name, files.changed_since(time.time() + 60))"
         assert replaced(root, change) == "library.so"
+
+    def test_loaded_files_detect_a_file_changed_just_after_the_start_by_a_clock_that_is_a_little_late(
+        self, root: Path
+    ) -> None:
+        """Its time may be that of a moment before."""
+        files = LoadedFiles()
+        path = root / "changed"
+        path.touch()
+        files._files = {str(path): _mark(str(path))}
+        changed = path.stat().st_ctime
+        assert files.changed_since(changed + _TIMESTAMP_DELAY / 2) == str(path)
+        assert files.changed_since(changed + _TIMESTAMP_DELAY * 2) == ""
