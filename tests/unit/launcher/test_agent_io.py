@@ -410,13 +410,15 @@ class AgentIo(RuleBasedStateMachine):
         return ours
 
     @precondition(lambda self: self.master is not None)
-    @rule()
-    def a_master_dies(self) -> None:
+    @rule(rank=RANKS, which=st.integers(0, 3))
+    def a_master_dies(self, rank: int, which: int) -> None:
+        """The report of a worker at that time is for the next one."""
         assert self.master is not None
         self._hear()
         self.master.stream.abort()
         self.master = None
         self.loop.passes()
+        self.a_worker_reports(rank, which)
 
     @rule(port=st.integers(1, 2), full=st.booleans())
     def a_view_comes(self, port: int, full: bool) -> None:
