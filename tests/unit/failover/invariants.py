@@ -62,6 +62,8 @@ def check_job(state: JobState) -> None:
         check_role(role, spec.max_restarts, has_window=spec.restart_window > 0)
         if role.name in state.looked:
             _check_looked(state.looked[role.name], role, spec.group)
+    if len({cut.nodes for cut in state.cuts}) < len(state.cuts):
+        raise IllegalTransition(f"a pair of nodes is there twice: {state.cuts}")
     if state.phase in JOB_ENDS and (state.live or state.verdict is None or state.ended is None):
         raise IllegalTransition(f"the job is {state.phase} and not over")
 

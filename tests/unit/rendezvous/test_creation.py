@@ -28,13 +28,16 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
+KEPT = ("agent.n0.log", "events.jsonl", "master.log", "metrics.jsonl", "state.json")
+"""Files of each run of a job that Slurm has requeued, besides its logs."""
+
+
 def run(*, uid: str, log_dir: str | None = None, **options: object) -> JobDir:
     """A job that is made, leaves files, and ends."""
     job, lock = create_job("run-1", new_token(), log_dir, uid=uid, **options)  # type: ignore[arg-type]
-    for name in ("store.db", "store.db-wal", "state.json", "agent.n0.log", "rest"):
+    for name in (*KEPT, "store.db", "store.db-wal", "rest"):
         (job.path / name).write_text(uid)
     job.batch.mkdir(exist_ok=True)
-    job.events.write_text(uid)
     (job.logs / "out").write_text(uid)
     os.close(lock)
     return job
@@ -73,8 +76,8 @@ def test_a_requeued_job_keeps_the_store_and_the_files_of_all_runs_before() -> No
     assert (job.path / "store.db").read_text() == "second"
     for number, uid in enumerate(("first", "second")):
         kept = job.attempt(number)
-        assert kept.uid == kept.events.read_text() == (kept.logs / "out").read_text() == uid
-        assert (kept.path / "agent.n0.log").read_text() == (kept.path / "state.json").read_text() == uid
+        assert kept.uid == (kept.logs / "out").read_text() == uid
+        assert {name: (kept.path / name).read_text() for name in KEPT} == dict.fromkeys(KEPT, uid)
         assert not (kept.path / "rest").exists()
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import RendezvousError
-from unirun.rendezvous.endpoints import Endpoint, hold_endpoint
+from unirun.rendezvous.endpoints import Endpoint, hold_endpoint, hold_endpoints
+from unirun.spec.job import Entry, JobSpec, RoleSpec
 
 
 def test_port_0_binds_a_free_port_and_listens() -> None:
@@ -62,6 +63,22 @@ def test_each_roles_endpoint_has_its_own_port() -> None:
     held = [hold_endpoint("127.0.0.1") for _ in range(20)]
     assert len({endpoint.port for endpoint in held}) == 20
     for endpoint in held:
+        endpoint.close()
+
+
+def test_a_chosen_port_is_that_of_the_first_role_with_a_store_and_the_others_have_any(tmp_path: Path) -> None:
+    free = hold_endpoint("127.0.0.1")
+    free.close()
+    roles = (
+        RoleSpec("engine", 1, Entry("program", "true"), contract="none"),
+        RoleSpec("actor", 1, Entry("script", "a.py")),
+        RoleSpec("critic", 1, Entry("script", "a.py")),
+    )
+    held = hold_endpoints(JobSpec("job", "run-1", roles, ("actor",)), "127.0.0.1", free.port)
+    ports = {name: endpoint.port for name, endpoint in held.items()}
+    assert (list(ports), ports["actor"]) == (["actor", "critic"], free.port)
+    assert ports["critic"] not in (0, free.port)
+    for endpoint in held.values():
         endpoint.close()
 
 
