@@ -138,6 +138,9 @@ class TestWeights:
     def test_weights_need_the_routes_of_developers_and_a_guard_of_these(self) -> None:
         role = parse({**VLLM, "env": {"A": "1"}}, channels=CHANNELS).role("engine")
         assert role.env == {"VLLM_SERVER_DEV_MODE": "1", "A": "1"}
+        # What the user writes counts.
+        closed = parse({**VLLM, "env": {"VLLM_SERVER_DEV_MODE": "0"}}, channels=CHANNELS).role("engine")
+        assert closed.env == {"VLLM_SERVER_DEV_MODE": "0"}
         *_, option, guard, weights, backend = role.entry.args
         assert (weights, backend) == ("--weight-transfer-config", '{"backend": "unirun"}')
         module, _, name = guard.rpartition(".")

@@ -13,7 +13,7 @@ from unirun.launcher.environment import mask_of, with_env_files
 from unirun.launcher.events import masked
 from unirun.spec.job import JobSpec
 from unirun.spec.parse import parse_job
-from unirun.spec.secrets import MASK, masking, read_env_file
+from unirun.spec.secrets import MASK, masking, read_env_file, secret_names
 from unirun.wire.reports import EngineWeights, Notice, Stuck, WorkerError
 
 
@@ -95,6 +95,12 @@ def test_a_mask_has_long_values_of_files_and_of_named_variables(file: Path) -> N
     mask = mask_of(spec, {"KEY": "k-123456", "OTHER": "public-value"})
     assert mask("k-123456 and hf_a b=c, B=1, public-value") == f"{MASK} and {MASK}, B=1, public-value"
     assert mask_of(parse(), {"KEY": "k-123456"})("k-123456") == "k-123456"
+
+
+def test_values_in_the_file_of_one_role_are_masked_for_all(file: Path) -> None:
+    spec = parse(roles={"a": {"program": "true"}, "b": {"program": "true", "env_file": str(file)}})
+    assert secret_names(spec) == {"HF_TOKEN", "B"}
+    assert mask_of(spec, {})("hf_a b=c") == MASK
 
 
 def test_a_value_that_contains_another_is_masked_as_a_whole() -> None:

@@ -21,7 +21,7 @@ from tests.unit.wire.endpoints import NODE, Endpoint, encoded, fail_on_refusal, 
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import AuthError, ConnectionLost, RendezvousError, UsageError, WireError
 from unirun.wire import frames, handshake
-from unirun.wire.address import TcpAddress
+from unirun.wire.address import TcpAddress, UnixAddress
 from unirun.wire.aio import Stream, StreamServer, connect
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import HELLO_SIZE, Handshake, new_token
@@ -264,6 +264,30 @@ class TestAServer:
             client = await asyncio.wait_for(connect(endpoint.address, endpoint.credentials), WAIT_TIMEOUT)
             assert "others wait" in await server.reason()
             await client.close()
+            for _, writer in silent:
+                writer.transport.abort()
+            server.close()
+
+        asyncio.run(main())
+
+    def test_a_connection_for_which_there_is_no_room_is_closed_at_once(
+        self, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for limit in ("KNOWN", "EACH", "QUEUE", "QUEUE_KNOWN"):
+            monkeypatch.setattr(handshake, limit, 1)
+        monkeypatch.setattr(handshake, "MIN_HANDSHAKE_SECONDS", WAIT_TIMEOUT)
+
+        async def knock() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            if isinstance(endpoint.address, UnixAddress):
+                return await endpoint.open()
+            return await asyncio.open_connection(endpoint.address.addr, endpoint.address.port)
+
+        async def main() -> None:
+            server = Refusing(endpoint)
+            # One may prove the token now, and one waits.
+            silent = [await knock() for _ in range(3)]
+            assert "too many" in await server.reason()
+            assert await asyncio.wait_for(silent[-1][0].read(), WAIT_TIMEOUT) == b""
             for _, writer in silent:
                 writer.transport.abort()
             server.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from unirun.launcher.doctor.probe import own_address, read_facts
+from unirun.launcher.doctor.probe import Inspect, Inspected, ProbeServer, own_address, read_facts
 
 
 def test_the_address_is_that_of_the_named_interface() -> None:
@@ -22,3 +22,16 @@ def test_the_facts_of_this_host() -> None:
     assert facts.python.count(".") == 1
     assert facts.torch
     assert facts.memory >= facts.shm > 0
+
+
+def test_a_probe_looks_at_its_host_again_when_it_learns_how_the_head_is_reached() -> None:
+    probe = ProbeServer()
+    first = probe.answer(Inspect("lo", None))
+    again = probe.answer(Inspect(None, None))
+    assert isinstance(first, Inspected)
+    assert isinstance(again, Inspected)
+    assert again.facts is first.facts
+    assert again.now >= first.now
+    other = probe.answer(Inspect(None, "127.0.0.2"))
+    assert isinstance(other, Inspected)
+    assert (other.facts is first.facts, other.facts.address) == (False, own_address(None, "127.0.0.2"))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from unicodedata import category
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.launcher.foreground.terminal import printable_lines
+from unirun.launcher.foreground.terminal import _to_null, printable_lines
 from unirun.spec.read import printable
 
 
@@ -30,3 +31,13 @@ class TestPrintable:
             "\\x1b[31m\\n\\t\\x9b\\u202e\\ud800\\u2028"
         )
         assert printable_lines("a\tb\n\x1bc\n") == ["a\tb", "\\x1bc"]
+
+
+def test_a_stream_that_is_dropped_costs_no_descriptor() -> None:
+    source, sink = os.pipe()
+    before = os.listdir("/proc/self/fd")
+    _to_null(sink)
+    assert os.listdir("/proc/self/fd") == before
+    assert os.read(source, 1) == b"", "the pipe has no writer any more"
+    os.close(sink)
+    os.close(source)
