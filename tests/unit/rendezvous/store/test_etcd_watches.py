@@ -130,5 +130,6 @@ def test_each_change_is_seen_once_wherever_streams_break(seed: int, monkeypatch:
         assert news, "a change is missing"
         assert not isinstance(news, Listing)
         seen += news
+    assert not wanted or watch._failures == 0, "the next break is tried again at once"
     watch.close()
     assert seen == wanted
