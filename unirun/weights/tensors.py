@@ -293,7 +293,8 @@ def unwritable(tensors: Mapping[str, torch.Tensor]) -> list[Fault]:
     would crash, or the write would change another tensor."""
     faults = []
     spans: dict[str, Span] = {}
-    places = [*_joined(_mapped())]
+    # A process with many libraries has thousands of mappings, which are of no interest for memory of a GPU.
+    places = [*_joined(_mapped())] if any(each.is_cpu for each in tensors.values()) else []
     for name, tensor in tensors.items():
         low, high = spans[name] = span_of(tensor)
         if tensor.is_conj() or tensor.is_neg():

@@ -7,6 +7,7 @@ and answer. The reference is the list of all versions.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,6 +93,12 @@ def blended(before: Tensors, version: Tensors) -> Tensors:
     return {
         name: before[name].lerp(new, ETA) if new.is_floating_point() else new for name, new in version.items()
     }
+
+
+@pytest.fixture(autouse=True)
+def writable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All memory may be written, without a look at its thousands of mappings at each receipt; test_memory.py has others."""
+    monkeypatch.setattr("unirun.weights.tensors._mapped", lambda: [(0, sys.maxsize)])
 
 
 class Unreadable(torch.Tensor):
