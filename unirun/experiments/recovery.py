@@ -285,6 +285,7 @@ class Recovery:
 
     def set_aside(self) -> None:
         """The trial begins anew: move these files and the saved models of the run before to ``earlier/1``, …"""
+        self._remove_drafts()
         there = [self._top / name for name in (STEPS, EVALUATIONS, SAVES, CHECKPOINTS)]
         there = [path for path in there if path.exists()]
         if there:
@@ -296,12 +297,18 @@ class Recovery:
             for path in there:
                 path.rename(folder / path.name)
 
+    def _remove_drafts(self) -> None:
+        """Remove the models that workers were saving when they were killed. They may be large."""
+        for draft in self._top.glob(f"{CHECKPOINTS}/*/.{SAVED}*{atomic.PARTIAL}"):
+            shutil.rmtree(draft)
+
     def drop_after(self, step: int) -> None:
         """Drop the lines and the saved models of steps after `step`: the trial goes on there and makes them again. Its
         checkpoints after that step, which cannot be read, count no more, so that they take the place of no other."""
         for later in self.steps():
             if later > step:
                 self.discard(later)
+        self._remove_drafts()
         for path in self._top.glob(f"{CHECKPOINTS}/*/{SAVED}*"):
             if _number(path.name) > step:
                 shutil.rmtree(path)

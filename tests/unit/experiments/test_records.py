@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,19 @@ class TestRecords:
             assert (folder / CHECKPOINTS / "actor" / f"step{number}").is_dir()
         recovery.set_aside()
         assert len([*(tmp_path / "earlier").iterdir()]) == 2
+
+    @pytest.mark.parametrize(
+        "end", [lambda recovery: recovery.set_aside(), lambda recovery: recovery.drop_after(1)]
+    )
+    def test_models_that_killed_workers_were_saving_are_removed(
+        self, recovery: Recovery, tmp_path: Path, end: Callable[[Recovery], None]
+    ) -> None:
+        draft = tmp_path / CHECKPOINTS / "actor" / ".step000001.partial"
+        for folder in (draft, draft.with_name("step000001")):
+            folder.mkdir(parents=True)
+            (folder / "model.safetensors").touch()
+        end(recovery)
+        assert [path.parent.name for path in tmp_path.rglob("model.safetensors")] == ["step000001"]
 
     @pytest.mark.parametrize("there", [["2"], ["1", "7"], ["3", "10"], ["notes"]])
     def test_a_run_that_is_set_aside_has_a_number_above_all_that_are_left(
