@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
+from copy import deepcopy
 from http.client import HTTPResponse
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,12 @@ import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.effort import examples
 from tests.unit.dashboard.recorded import MARKUP, record, recorded_status
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.dashboard import server
 from unirun.dashboard.server import KEEPALIVE_SECONDS, PageServer, _job_news, listen
+from unirun.dashboard.views import Plain
 from unirun.dashboard.watching import Jobs, WatchedJob
 from unirun.errors import UsageError
 from unirun.observe.events import EventLog
@@ -241,6 +244,44 @@ def test_two_pages_are_told_of_the_loss_of_a_job() -> None:
     asyncio.run(look_twice())
 
 
+NUMBERED = st.lists(st.tuples(*[st.integers(0, 2)] * 3), min_size=1, max_size=8)
+"""For each look at a job: a field of it, and a field of each of two ranks."""
+
+
+@examples(30)
+@given(NUMBERED)
+def test_a_page_that_puts_changes_into_what_it_shows_shows_the_job_as_it_is(
+    looks: list[tuple[int, int, int]],
+) -> None:
+    def view(look: tuple[int, int, int]) -> Plain:
+        ranks = [{"step": each} for each in look[1:]]
+        return {"nodes": [], "phase": look[0], "roles": [{"name": "actor", "ranks": ranks}]}
+
+    left, now = iter(looks), looks[0]
+    job: Any = SimpleNamespace(
+        stamp=lambda: object(), view=lambda: view(now), events_since=lambda number: ([], number)
+    )
+
+    async def follow() -> None:
+        nonlocal now
+        shown: Plain = {}
+        page = _job_news(job, 0)
+        for now in left:
+            news = await anext(page)
+            assert news is not None
+            change = news["change"] or {"fields": {}, "roles": {}}
+            shown = deepcopy(change.get("all", shown))
+            shown |= change.get("fields", {})
+            for rank, row in change.get("roles", {}).get("actor", {"ranks": {}})["ranks"].items():
+                shown["roles"][0]["ranks"][int(rank)] = row
+            assert shown == view(now)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "LOOK_SECONDS", 0.0)
+        patch.setattr(server, "LOOK_SHARE", 0)
+        asyncio.run(follow())
+
+
 class Crowd:
     """A lock of a job. Whenever it is free, another viewer is the first to read the next of some new events."""
 
@@ -286,8 +327,11 @@ def test_metrics_are_read_with_the_token_of_programs(site: Site) -> None:
 
 
 def test_a_port_that_is_in_use_is_refused() -> None:
-    with listen(0) as taken, pytest.raises(UsageError, match="choose another --port"):
-        listen(taken.getsockname()[1])
+    with listen(0) as taken:
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(UsageError, match="choose another --port") as refused:
+            listen(taken.getsockname()[1])
+        assert len(os.listdir("/proc/self/fd")) == before, f"{refused} keeps no socket open"
 
 
 @given(
