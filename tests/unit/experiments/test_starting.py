@@ -628,6 +628,8 @@ def test_how_a_worker_has_ended_is_known_from_the_state_of_the_job(config: Exper
     status = JobStatus("ppo-first-1", "ppo-first", "running", "", 1.0, None, None, ())
     write_status(job, structs.replace(status, failures=failures))
     assert end_of(root, "model_worker:1", 6.0) == ("model_worker:1", "killed by SIGKILL")
+    assert end_of(root, "model_worker:1", 5.0) == end_of(root, "model_worker:1", 7.0)
+    assert end_of(root, "", 0.0) == ("model_worker:0", "exit code 1")
     assert end_of(root, "model_worker:1", 8.0) is None
     assert end_of(root, "", 8.0) == ("model_worker:0", "exit code 1")
     os.close(lock)

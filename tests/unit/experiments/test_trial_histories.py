@@ -107,7 +107,7 @@ class Network(torch.nn.Module):
     def __init__(self, place: Place) -> None:
         super().__init__()
         self.w = torch.tensor(first_of(place.name.role), dtype=torch.float64)
-        self.away = False
+        self.away, self._given = False, place.name == COPY
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"w": self.w}
@@ -120,6 +120,8 @@ class Network(torch.nn.Module):
 
     def offload(self, *, keep: bool) -> None:
         self.away = True
+        # Memory is not used for what another model gives before it is needed.
+        assert keep != self._given
         if not keep:
             self.w.fill_(-1e9)
 

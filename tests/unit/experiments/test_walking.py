@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,8 +25,17 @@ from tests.unit.experiments.sample_configs import (
     ppo,
     realloc,
 )
-from unirun.experiments.graph import Graph, ModelInterfaceType, ModelName, build_graph
-from unirun.experiments.orders import STEPS_IN_FLIGHT, StepProgress, startable
+from unirun.experiments.graph import Graph, ModelInterfaceType, ModelName, build_graph, topology
+from unirun.experiments.orders import (
+    STEPS_IN_FLIGHT,
+    MFCRequest,
+    Step,
+    StepProgress,
+    dispatch,
+    seed_of,
+    startable,
+)
+from unirun.experiments.sample import SequenceSample
 
 Workers = Mapping[ModelName, frozenset[int]]
 
@@ -227,3 +242,44 @@ class TestTwoSteps:
 
     def test_a_call_waits_for_the_same_one_of_the_step_before(self) -> None:
         assert self.after("before", "criticInf", running=["refInf"]) == [(0, "criticTrain")]
+
+
+@pytest.mark.parametrize("workers", [*itertools.permutations([4, 5, 6])])
+def test_each_worker_gets_the_part_of_its_rank_whatever_the_order_of_the_workers(
+    workers: tuple[int, ...],
+) -> None:
+    """A group has its calls and its answers in the order of the workers."""
+    made = call("score", ["prompt"], ["reward"], REF, INFERENCE, 3)
+    sent: dict[int, MFCRequest] = {}
+
+    class Group:
+        def options(self, target: list[int]) -> Group:
+            self.target = target
+            return self
+
+        def call_async(self, parts: list[MFCRequest]) -> object:
+            assert self.target == sorted(self.target)
+            sent.update(zip(self.target, parts, strict=True))
+            return object()
+
+        call: Any = property(lambda self: self)
+
+    graph: Any = SimpleNamespace(calls={"score": made})
+    resolved: Any = SimpleNamespace(
+        graph=graph, topologies={REF: topology(data=3)}, workers_of=lambda name: list(workers)
+    )
+    step = Step(Group(), resolved, 1, 0, 1)
+    step._batch = SequenceSample.of({"prompt": [torch.zeros(n) for n in (1, 2, 3)]}, ["a", "b", "c"]).meta()
+    step._has(step._batch, (9,))
+    step.start("score", 0)
+    places = dispatch(step._batch.sizes("prompt"), 3, equal=made.balanced_dp)
+    for rank, worker in enumerate(workers):
+        assert sent[worker].seed == seed_of(1, 0, "score", rank)
+        assert sent[worker].meta.ids == step._batch.reorder(places[rank]).ids
+    step._counts["score"] = [1.0, 10.0, 100.0]
+    answers: dict[int, Any] = {
+        worker: (None, {"rank": float(rank)}, Counter()) for rank, worker in enumerate(workers)
+    }
+    assert step._finish(made, [answers[worker] for worker in sorted(workers)])["rank"] == pytest.approx(
+        210 / 111
+    )

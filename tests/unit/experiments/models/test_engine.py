@@ -106,8 +106,8 @@ def test_only_steps_of_training_draw_for_dropout() -> None:
     stage = causal_lm(place(), config={**CONFIG, "attention_dropout": 0.5})
     trained = TrainBackend(lr=0.0).initialize(Model(place(), stage, None), SPEC).running()
     how = GenerationConfig(max_new_tokens=3, greedy=True)
-    assert len({step(trained)["loss"] for _ in range(4)}) > 1
     for _ in range(2):
+        assert len({step(trained)["loss"] for _ in range(4)}) > 1
         found = [trained.forward(tokens(), "tokens", MicroBatchSpec()) for _ in range(2)]
         assert found[0] is not None
         assert found[1] is not None

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.experiments.models.test_stage import CONFIG, place
 from tests.waiting import WAIT_TIMEOUT, eventually, eventually_async
@@ -19,7 +21,7 @@ from unirun.experiments import GenerationConfig
 from unirun.experiments.models.generation import Continuation
 from unirun.experiments.models.stage import Stage
 from unirun.experiments.server.generator import Generator
-from unirun.experiments.server.routes import Routes
+from unirun.experiments.server.routes import Routes, Sampling
 from unirun.weights.integrations.sending import Param, file_for
 from unirun.weights.publishing import Blocks
 
@@ -242,6 +244,37 @@ def test_the_routes_answer_as_those_of_vllm(server: Server) -> None:
         assert (await ask("/resume"))[0] == 200
 
     asked(server, story)
+
+
+def test_outputs_of_a_request_are_those_of_as_many_requests_with_seeds_of_their_own(server: Server) -> None:
+    async def story(ask: Any) -> None:
+        async def outputs(seed: int, n: int) -> list[list[int]]:
+            how = {"max_tokens": 8, "n": n, "seed": seed}
+            _, found = await ask("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": how})
+            return [each["token_ids"] for each in found["choices"]]
+
+        several = await outputs(5, 3)
+        assert several == [(await outputs(seed, 1))[0] for seed in (5, 6, 7)]
+        assert len({*map(tuple, several)}) == 3
+
+    asked(server, story)
+
+
+class Letters:
+    """A tokenizer with a token for each character."""
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(map(chr, tokens))
+
+
+@given(st.text("abc", max_size=12), st.lists(st.text("abc", min_size=1, max_size=3), max_size=3))
+def test_a_text_ends_before_the_first_stop_string_in_it(text: str, stops: list[str]) -> None:
+    generator: Any = None
+    routes = Routes(generator, model="tiny", vocabulary=128, longest=LONG, tokenizer=Letters())
+    output = sequence()
+    output.tokens = [*map(ord, text)]
+    places = [at for at in range(len(text)) if text.startswith(tuple(stops), at)]
+    assert routes._text(output, Sampling(stop=tuple(stops))) == text[: min(places, default=None)]
 
 
 @pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/completions"])
