@@ -287,6 +287,39 @@ def test_a_program_waits_for_the_first_engine_that_is_ready_and_its_requests_hav
     play(2, story)
 
 
+class Unknown(EngineList):
+    """Engines of which nothing can be learned any more, once it is told so."""
+
+    known = True
+
+    def forget(self) -> None:
+        self.known = False
+        self.set(())
+
+    def engines(self) -> tuple[Engine, ...]:
+        if not self.known:
+            raise UsageError("the file of addresses is none")
+        return super().engines()
+
+    async def changed(self, known: tuple[Engine, ...], timeout: float) -> tuple[Engine, ...]:
+        await super().changed(known, timeout)
+        return self.engines()
+
+
+def test_requests_that_wait_are_told_at_once_that_engines_are_not_known_any_more() -> None:
+    async def story() -> None:
+        source = Unknown([Engine(0, 0, "http://e0", False)])
+        async with EngineClient("engine", engines=source, timeout=100 * WAIT_TIMEOUT) as client:
+            asked = [asyncio.create_task(client.generate([each])) for each in range(3)]
+            await until(lambda: client._watch is not None)
+            source.forget()
+            async with asyncio.timeout(WAIT_TIMEOUT):
+                found = await asyncio.gather(*asked, return_exceptions=True)
+            assert ["file of addresses" in str(each) for each in found] == [True] * 3
+
+    asyncio.run(story())
+
+
 def test_a_wrong_request_is_an_error_at_once_with_the_words_of_the_server() -> None:
     async def story(engines: Engines) -> None:
         async with engines.client() as client:

@@ -7,15 +7,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.errors import TrainingFailed
+from unirun.errors import TrainingFailed, WorkerLost
+from unirun.observe.status import FailureStatus
+from unirun.train import workers as module
 from unirun.train.losses import LIMIT
-from unirun.train.setup import Setup
+from unirun.train.setup import ROLE, Setup
 from unirun.train.workers import Workers, shutdown_after
 from unirun.wire.messages import RoleView, WorkerView
 
@@ -121,6 +124,30 @@ def test_ranks_that_come_back_are_waited_for_unless_one_ends_as_often_as_it_star
         "and does not come up" if most >= LIMIT else "ended" if end == "ended" else "not all ranks were up"
     )
     assert reason in str(failed.value)
+
+
+ENDS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(1, 9)), max_size=8)
+"""The ends of workers in their order: rank, incarnation and exit code."""
+
+
+@given(ENDS, st.lists(st.integers(0, 3), max_size=3), st.integers(0, 2))
+def test_a_loss_is_told_by_the_last_end_of_the_worker_that_was_called_or_of_one_after_it(
+    ends: list[tuple[int, int, int]], called: list[int], rank: int
+) -> None:
+    """An end that came before the call is that of another loss. A rank that is new was not started before."""
+    failures = tuple(
+        FailureStatus(ROLE, each, number, "n", 1.0, f"exit code {code}") for each, number, code in ends
+    )
+    workers, given = Workers(Setup(3, 3, "none")), [*called, 0, 0, 0]
+    handle: Any = SimpleNamespace(status=lambda: SimpleNamespace(failures=failures))
+    visitor: Any = SimpleNamespace(peers=SimpleNamespace(updates=0))
+    workers._handle, workers._visitor = handle, visitor
+    codes = [code for each, number, code in ends if each == rank and number >= given[rank]]
+    who = f"{ROLE}:{rank}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "LOSS_REPORT_TIMEOUT", 0.0)
+        told = workers.loss(WorkerLost(f"{who} was lost", worker=who), called)
+    assert told == (f"{who} ended with exit code {codes[-1]}" if codes else f"{who} was lost")
 
 
 @pytest.mark.parametrize(

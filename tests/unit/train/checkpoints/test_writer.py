@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -291,3 +291,31 @@ def test_one_that_a_dead_rank_has_not_written_is_given_up_with_its_attempt(folde
     with pytest.raises(CancelledError, match="checkpoint 1 was given up, as its attempt is over"):
         commit.result(WAIT_TIMEOUT)
     assert folder.infos() == []
+
+
+@pytest.mark.parametrize("sharded", [0, 1, 2])
+def test_a_group_for_sharded_states_is_made_once_if_it_is_needed_and_ends_with_the_attempt(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, sharded: int
+) -> None:
+    made, ended = list[object](), list[object]()
+
+    def group() -> object:
+        made.append(object())
+        return made[-1]
+
+    def save(of: Folder, number: int, whole: object, by: object, files: dict[str, tuple[int, int]]) -> Any:
+        assert by is made[-1]
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    monkeypatch.setattr(module, "is_sharded", lambda whole: bool(whole["sharded"]))
+    monkeypatch.setattr(module, "save_sharded", save)
+    for _ in range(2):
+        WRITERS.append(CheckpointWriter(folder, CheckpointStrategy(), 1, 2, 1, (), group, ended.append))
+        for number in range(2):
+            WRITERS[-1].save({"sharded": number < sharded}, {})
+        assert ended == made[: len(made) - bool(sharded)]
+        WRITERS.pop().close()
+        assert ended == made
+    assert len(made) == 2 * bool(sharded)
