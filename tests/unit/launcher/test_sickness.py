@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.launcher.nvml import LOST, NOT_SUPPORTED, TIMEOUT, Nvml, NVMLError
 from unirun.launcher.monitoring import Devices, NodeHealth
@@ -34,6 +36,19 @@ def test_a_device_with_new_errors_or_that_is_lost_is_told_once(tmp_path: Path) -
     assert signs(health) == []
     devices.close()
     assert nvml.open == 0
+
+
+@given(st.lists(st.integers(0, 5), max_size=8))
+def test_errors_are_counted_from_the_look_before_on(counts: list[int]) -> None:
+    nvml = Nvml(0)
+    devices = Devices(nvml)
+    most, told = 0, []
+    for count in (0, *counts):
+        nvml.cards[0] = count
+        new = f"GPU 0 has had {count - most} uncorrectable ECC errors"
+        told.append([*devices.signs()] == [new] * (count > most))
+        most = max(most, count)
+    assert all(told)
 
 
 def test_an_error_of_the_hardware_is_told_and_one_of_a_program_is_not(tmp_path: Path) -> None:

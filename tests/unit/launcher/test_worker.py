@@ -11,6 +11,8 @@ import tempfile
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -40,6 +42,15 @@ def working(done: list[bytes]) -> threading.Thread:
     thread.start()
     began.wait(WAIT_TIMEOUT)
     return thread
+
+
+def test_logs_of_which_one_cannot_be_opened_leave_none_open(tmp_path: Path) -> None:
+    (tmp_path / "0" / "stderr.log").mkdir(parents=True)
+    request: Any = SimpleNamespace(logs=str(tmp_path), folder="0")
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match=r"stderr\.log"):
+        child.open_logs(request)
+    assert os.listdir("/proc/self/fd") == before
 
 
 class TestTheEnd:
