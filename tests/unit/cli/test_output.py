@@ -31,6 +31,13 @@ def test_columns_that_do_not_fit_are_below_their_row() -> None:
     ]
 
 
+def test_a_table_that_fits_to_the_column_is_not_folded() -> None:
+    whole = [*table_lines(HEADERS, ROWS, None)]
+    width = max(map(len, whole))
+    assert [*table_lines(HEADERS, ROWS, width)] == whole
+    assert len([*table_lines(HEADERS, ROWS, width - 1)]) > len(whole)
+
+
 @given(
     st.lists(st.tuples(*[st.text(st.sampled_from("ab "), max_size=30)] * 3), max_size=5), st.integers(40, 90)
 )
