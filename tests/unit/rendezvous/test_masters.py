@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -86,6 +88,23 @@ class TestWhoLeads:
             return found.seat
 
         assert asyncio.run(asyncio.wait_for(ask(), WAIT_TIMEOUT)).leader is None
+
+    def test_news_that_come_while_nobody_waits_are_told_once(self, fake_job: FakeJob) -> None:
+        async def ask() -> list[bool]:
+            found: Any = Masters(fake_job.job_dir)
+            found._watch = SimpleNamespace(hurry=lambda eager: None, close=lambda: None)
+            found._tell(Seat(None, known=True))
+            told = []
+            for patience in (10.0, 0.01):
+                try:
+                    await asyncio.wait_for(found.news(), patience)
+                    told.append(True)
+                except TimeoutError:
+                    told.append(False)
+            found.close()
+            return told
+
+        assert asyncio.run(ask()) == [True, False]
 
 
 class TestAMasterThatIsReached:
