@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import GroupError
 from unirun.roles.formation import GroupForge, _build, missing_for_good
+from unirun.roles.gloo import GlooGroup
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.process_groups import process_groups
 from unirun.roles.rank_sets import RankSet
@@ -137,6 +138,31 @@ def test_a_group_is_kept_as_long_as_its_generations(
     again = group_of(forge)
     assert again is not group
     assert sum_of(again, peer.result(WAIT_TIMEOUT)) == 3
+
+
+def test_the_others_of_a_broken_group_learn_of_it_before_its_next_generation(
+    actor: Actor,
+    rollout: Rollout,
+    forge: GroupForge,
+    pool: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They wait in it for this rank, which has left it."""
+    peer = rollout.comes(0, 0)
+    kept = group_of(forge)
+    theirs = peer.result(WAIT_TIMEOUT)
+    waiting = pool.submit(lambda: theirs.allreduce([torch.tensor([2])]).wait())
+    monkeypatch.setattr(GlooGroup, "intact", lambda _: False)
+    again = pool.submit(group_of, forge)
+    try:
+        with pytest.raises(RuntimeError):
+            waiting.result(10.0)
+    finally:
+        process_groups().end_all()
+        actor.role_has("rollout", 1)
+        peer = rollout.comes(0, 1)
+    assert again.result(WAIT_TIMEOUT) is not kept
+    peer.result(WAIT_TIMEOUT)
 
 
 @pytest.mark.usefixtures("actor")

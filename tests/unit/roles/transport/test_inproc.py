@@ -30,8 +30,10 @@ def test_inproc_channels_copy_memory() -> None:
     memory[:] = b"zzz"
     answer = answers.get(timeout=WAIT_TIMEOUT)
     assert bytes(answer.buffers[0]) == b"abc"
-    server.close()
+    assert server.connections
     client.close()
+    assert not server.connections, "a worker that has ended is no caller any more"
+    server.close()
 
 
 def test_a_cut_inproc_channel_can_be_opened_again_until_the_worker_ends() -> None:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.roles.transport.torch_rpc import RpcAgent
+from unirun.roles.transport.protocol import Parcel
+from unirun.roles.transport.torch_rpc import RpcAgent, TorchTransport
 from unirun.values import WorkerId
 
 WITH_A_CALL = """
@@ -49,6 +50,19 @@ def test_each_worker_has_a_number_that_no_other_has_had_and_the_first_that_of_it
     numbers = [agent._number(WorkerId("me", rank, number)) for number, rank in enumerate(ranks)]
     assert len({*numbers}) == len(numbers)
     assert {rank: numbers[ranks.index(rank)] for rank in ranks} == {rank: rank for rank in ranks}
+
+
+@given(st.permutations([(name, number) for name in "ab" for number in range(4)]))
+def test_requests_are_taken_in_the_order_of_their_connection_and_none_is_kept(
+    order: list[tuple[str, int]],
+) -> None:
+    agent: Any = None
+    transport, taken = TorchTransport(agent), list[tuple[str, int]]()
+    transport._handler = lambda parcel, _: taken.append((chr(parcel.head[0]), parcel.head[1]))
+    for name, number in order:
+        transport.take(name, number, Parcel(bytes((ord(name), number))), lambda _: None)
+    assert [[number for name, number in taken if name == each] for each in "ab"] == [[*range(4)]] * 2
+    assert not transport._early
 
 
 def test_an_agent_that_was_closed_is_closed_once() -> None:
