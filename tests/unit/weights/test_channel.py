@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.weights.test_histories import Channel
 from unirun.errors import WeightsTimeout
 from unirun.weights.channel import VERSION_REPORT_INTERVAL
+from unirun.wire.reports import FROM
 
 
 @pytest.fixture
@@ -67,6 +71,39 @@ def test_a_process_group_ends_with_the_publisher_that_it_was_formed_with(channel
     channel.begin_anew(0, 1)
     receiver.receive(reader.tensors, timeout=1.0)
     assert not pair.open
+
+
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from(("actor:0", "actor:1", "rollout:0")), st.integers(0, 3)), max_size=6
+    )
+)
+def test_the_bytes_of_each_source_are_told_and_once_more_when_nothing_comes_of_it(
+    versions: list[dict[str, int]],
+) -> None:
+    """In each report by name, and no name for ever."""
+    channel = Channel()
+    channel.begins()
+    reader = channel.readers[0]
+    receiver: Any = reader.channel
+    try:
+        before: set[str] = set()
+        for sizes in versions:
+            views = {who: [torch.zeros(size, dtype=torch.uint8)] for who, size in sizes.items()}
+            receiver._receiver.last = [
+                SimpleNamespace(source=SimpleNamespace(who=who), path="sent", views=found)
+                for who, found in views.items()
+            ]
+            reader.worker.told.clear()
+            receiver._tell()
+            told = {name: value for name, value in reader.worker.told.items() if FROM in name}
+            assert told == {
+                f"policy{FROM}{who}/sent": float(sizes.get(who, 0)) for who in before | sizes.keys()
+            }
+            before = {who for who, size in sizes.items() if size}
+    finally:
+        receiver._receiver.last = []
+        channel.job.close()
 
 
 def test_versions_that_follow_each_other_are_told_once_a_moment_later(channel: Channel) -> None:

@@ -18,7 +18,8 @@ from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import GroupError
 from unirun.roles.process_groups import dist
 from unirun.roles.transport.frames import offsets
-from unirun.weights import pairing
+from unirun.weights import hub, pairing
+from unirun.weights.hub import Hub
 from unirun.weights.messages import Fetch
 from unirun.weights.pairing import PairGroup, buckets, checksum
 from unirun.weights.publishing import Publisher
@@ -122,6 +123,38 @@ def test_one_bit_that_was_damaged_is_noticed_unless_checksums_are_off() -> None:
                     moved(pair, sent)
             else:
                 assert not torch.equal(moved(pair, sent, checked=False)[0].view(torch.float32), sent[0])
+
+
+@given(st.tuples(st.integers(0, 2), st.integers(0, 2)), st.tuples(st.integers(0, 2), st.integers(0, 2)))
+def test_both_ends_of_a_pair_meet_in_the_same_generations_of_both_roles_and_in_no_others(
+    ours: tuple[int, int], theirs: tuple[int, int]
+) -> None:
+    places: list[tuple[Any, int, str]] = []
+
+    def at(generations: tuple[int, int]) -> Any:
+        roles = {
+            name: SimpleNamespace(name=name, generation=generation)
+            for name, generation in zip(("actor", "rollout"), generations, strict=True)
+        }
+        peers = SimpleNamespace(known=roles.__getitem__, roles=lambda: roles, when_changed=lambda _: None)
+        session = SimpleNamespace(sockets=None)
+        return Hub(SimpleNamespace(peers=peers, session=session, role="actor", rank=3))  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        stores = SimpleNamespace(PrefixStore=lambda prefix, store: (prefix, store), DistError=dist.DistError)
+        patch.setattr(hub, "dist", stores)
+        patch.setattr(hub, "store_of", lambda role: f"store of {role.name}")
+        patch.setattr(
+            hub,
+            "PairGroup",
+            lambda place, rank, backend, patience, over: places.append((place, rank, backend)),
+        )
+        # As `Publisher` makes its end, and as `WeightsChannel` makes the other.
+        at(ours)._paired("policy", "rollout:1 0", "gloo 7", 1.0)
+        at(theirs).pair("policy", "actor", "rollout", 1, "rollout:1 0 3 gloo 7", 1.0)
+    (mine, *rest), (other, *others) = places
+    assert (mine == other) == (ours == theirs)
+    assert (rest, others) == ([0, "gloo"], [1, "gloo"])
 
 
 class Slow:
