@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.weights.harness import WeightsHarness, weights_harness
+from unirun.roles.transport.protocol import Parcel
+from unirun.weights.hub import Holder
+from unirun.weights.messages import Fetch
 from unirun.weights.publishing import CURRENT
+from unirun.weights.tensors import Box, NamedBox
 
 pytestmark = pytest.mark.starts_processes
 
@@ -150,3 +159,32 @@ def test_a_receiver_that_holds_nothing_any_more_gives_the_memory_back(harness: W
     # It is released before the next request of this receiver.
     assert first.latest() == 1
     assert publisher._blocks._blocks[0].readers == {CURRENT}
+
+
+@given(
+    st.lists(st.sampled_from(("hold", "fetch", "fetch", "sent", "sent", "close")), min_size=10, max_size=30)
+)
+def test_a_block_is_given_back_once_when_all_that_was_asked_of_it_is_sent(moves: list[str]) -> None:
+    """In any order of versions and of readers that take their time."""
+    released: list[int] = []
+    source: Any = SimpleNamespace(line=SimpleNamespace(lost=False), release=released.append)
+    copy: Any = SimpleNamespace(layout={}, view=lambda name, box: torch.zeros(2))
+    holder, reading = Holder(lambda _: False), deque[tuple[int, list[Parcel]]]()
+    parts = (NamedBox("w", Box((0,), (2,))),)
+    latest = held = 0
+    for move in moves:
+        if move == "hold":
+            held = latest = latest + 1
+            holder.hold(held, [copy], [(source, held)], [])
+        elif move == "fetch" and held:
+            answers: list[Parcel] = []
+            holder.handle(Fetch("policy", "rollout:0", held, 0, 0.0, (), parts), answers.append)
+            assert answers[0].buffers
+            reading.append((held, answers))
+        elif move == "sent" and reading:
+            reading.popleft()[1].clear()
+        elif move == "close":
+            held = 0
+            holder.close()
+        kept = {held, *(version for version, _ in reading)}
+        assert sorted(released) == sorted({*range(1, latest + 1)} - kept)
