@@ -54,7 +54,8 @@ class Host:
         for path in visible:
             if any(path.is_relative_to(own) for own in _OWN):
                 kept[path] = f"kept{len(kept)}"
-        lines = [f"hostname {self.name}", "umount -l -R /run/netns"]
+        # With all that is mounted below, in one call: with -R it fails when another test bed ends meanwhile.
+        lines = [f"hostname {self.name}", "umount -l /run/netns"]
         for path, name in kept.items():
             place = self._hosts.folder / name
             lines += [f"mkdir -p {place}", f"mount --rbind {shlex.quote(str(path))} {place}"]
