@@ -54,7 +54,7 @@ class FakeMaster:
         self._interrupted = True
 
     def send(self, message: Message) -> None:
-        """Keep what the rank is told."""
+        """Record a message to the rank."""
         assert isinstance(message, DebugInput)
         self.told.append(message.control)
 

@@ -288,7 +288,7 @@ def test_a_program_waits_for_the_first_engine_that_is_ready_and_its_requests_hav
 
 
 class Unknown(EngineList):
-    """Engines of which nothing can be learned any more, once it is told so."""
+    """A list of engines that is unknown after `forget`, as when its master is gone."""
 
     known = True
 

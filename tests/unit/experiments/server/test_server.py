@@ -288,7 +288,7 @@ def test_sequences_of_a_client_that_has_gone_are_given_up(server: Server, path: 
         result(server.generator.pause("keep", clear_cache=False))
         leaves.set()
         assert (await answer)[0] == 499
-        await eventually_async(lambda: not server.generator.running, "nobody waits for them")
+        await eventually_async(lambda: not server.generator.running, "no request is left")
 
     asked(server, story)
 
