@@ -215,7 +215,7 @@ CALLBACKS = (
 
 OWN_USE = {
     "CheckpointStrategy": {"score", "best", "surplus"},
-    "Context": {"peers", "session"},
+    "Context": {"peers", "session", "hub"},
     "InvocationRef": {"wake_with", "forget_wake"},
     "JobHandle": {"await_start"},
     "MasterHandle": {"context"},

@@ -16,8 +16,9 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     To create such a class takes a twentieth of what a dataclass takes, and a command creates two hundred of them before
     it does anything. msgspec makes values from JSON and checks each field (`unirun.wire.frames`).
 
-    The garbage collector does not track values, as none is part of a cycle: a master may have a hundred thousand, and
-    each full collection would hold it up.
+    The garbage collector does not track values of values, which are no part of a cycle: a master may have a hundred
+    thousand, and each full collection would hold it up. A class whose values have other objects says
+    ``gc=True``: a cycle through a value that is not tracked is never freed.
     """
 
 

@@ -20,7 +20,7 @@ Add = Callable[..., argparse.Action]
 """`argparse.ArgumentParser.add_argument`."""
 
 
-class Command(Value):
+class Command(Value, gc=True):
     """A subcommand: the ``module:function`` below `unirun.cli` that gets its parsed arguments, and a function that adds
     these to a parser.
 

@@ -33,7 +33,7 @@ GROUP = "unirun.device_types"
 Discover = Callable[[], tuple[Device, ...]]
 
 
-class DeviceType(Value):
+class DeviceType(Value, gc=True):
     """A type of device: how the devices of this host are found, and the variable that masks them for a process.
 
     `discover` is called in every process that looks at its host's inventory: it returns the devices, each with `name`

@@ -93,7 +93,11 @@ class LogFollower:
         self._lock = threading.Lock()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="unirun-logs", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._close()
+            raise
 
     def follow(self, path: Path, sink: Sink, *, parts: bool = False, start: int = 0) -> None:
         """Follow the existing file `path` from the offset `start`. With `parts` the sink also gets incomplete lines."""
@@ -114,10 +118,13 @@ class LogFollower:
         self._thread.join(timeout)
         if self._thread.is_alive():
             return False
+        self._close()
+        return True
+
+    def _close(self) -> None:
         for handle in (self._inotify, self._wake, self._waker):
             if handle >= 0:
                 os.close(handle)
-        return True
 
     def _run(self) -> None:
         poll = select.poll()

@@ -139,6 +139,7 @@ class Sampler:
 
     def stop(self) -> None:
         """End the thread."""
+        atexit.unregister(self.stop)
         self._over.set()
         self._thread.join(1.0)
 

@@ -27,7 +27,7 @@ GENERATION_KEY = "unirun/generation"
 """Key of the generation that a rendezvous store serves: all generations of a role have the same address."""
 
 
-class Endpoint(Value):
+class Endpoint(Value, gc=True):
     """A held listening socket and the address by which workers reach it."""
 
     socket: socket.socket

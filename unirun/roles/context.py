@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -173,7 +174,7 @@ class CallSession:
                     tell=self._peers.tell,
                     boundary=(lambda role: self._peers.tell(Boundary(role))) if trains else None,
                 )
-                atexit.register(self._report)
+                at_exit(self._report)
             return self._caller
 
     def _report(self) -> None:
@@ -261,6 +262,8 @@ class Context:
         """The roles as the agent reports them. For unirun's own use, like `session`."""
         self.session = CallSession(peers, environ, sockets)
         """The calls of this process."""
+        self.hub: Any = None
+        """The weights and queues of this process, once `unirun.weights` has made it."""
         from unirun.roles.formation import GroupForge
 
         self._forge = GroupForge(peers)
@@ -362,6 +365,17 @@ class Context:
         return (
             f"<{self.role}:{self.rank} of {self.world_size}, generation {self.generation}, job {self.job!r}>"
         )
+
+
+def at_exit(method: Callable[[], object]) -> None:
+    """Call a method at the exit of this process, if its object lives until then."""
+    kept = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (found := kept()) is not None:
+            found()
+
+    atexit.register(call)
 
 
 _contexts: dict[int, Context] = {}

@@ -25,7 +25,7 @@ _MARK = "answer"
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
-class Reply(Value):
+class Reply(Value, gc=True):
     """An answer in a chat: the `message` to append to its messages, and the `completion` with its tokens."""
 
     message: dict[str, Any]

@@ -161,7 +161,7 @@ class Span(Value, forbid_unknown_fields=False):
     end: int
 
 
-class Answer(Value):
+class Answer(Value, gc=True):
     """The answer to one request: the server's own JSON (`body`), and the `engine` that gave it.
 
     `engine` is printed ``engine:0``, and has an ``incarnation``. `version` is the label of the weights that made the

@@ -41,7 +41,7 @@ class Trajectory(Value):
         return len(self.token_ids)
 
 
-class Group(Value):
+class Group(Value, gc=True):
     """Trajectories of episodes with one prompt, the row `data`. `version` is the oldest that has made a token of it."""
 
     id: str

@@ -52,12 +52,12 @@ class Named(Value):
     path: tuple[str, ...]
 
 
-class _Call(Value):
+class _Call(Value, gc=True):
     args: list[Any]
     kwargs: dict[str, Any]
 
 
-class _Result(Value):
+class _Result(Value, gc=True):
     """`problem` is the traceback of a call that has raised."""
 
     value: Any = None

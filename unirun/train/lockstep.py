@@ -14,7 +14,7 @@ from unirun.errors import TrainingFailed
 from unirun.values import Value, show_ranks
 
 
-class Reported(Value):
+class Reported(Value, gc=True):
     """The report of a rank with this `number`, from 1 on. `pending` is the checkpoint that counts when it does. The one
     after the last has `ended`: the function has returned.
 

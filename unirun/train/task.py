@@ -43,7 +43,7 @@ class Attempt(Value):
     failed_attempts: int
 
 
-class RunTask(Value):
+class RunTask(Value, gc=True):
     """The function that a run calls, and the lines of its `cell`, as every rank gets them. Checkpoints go to `url`, in
     an attempt from `number` on; `kept` are there already. `resume` is the number of the one there to go on from,
     another folder and a number, or a state."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
 import zlib
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from unirun.errors import PeerLost, UsageError, WeightsTimeout, WireError
-from unirun.roles.context import Context, init
+from unirun.roles.context import Context, at_exit, init
 from unirun.weights.hub import MAX_WAIT_SECONDS, Holder, hub_of
 from unirun.weights.messages import Fetched, Peek
 from unirun.weights.pairing import BACKENDS, PairGroup
@@ -97,7 +96,7 @@ class WeightsChannel:
         self._peeking = threading.Lock()
         self._telling = threading.Lock()
         self._told, self._untold = -VERSION_REPORT_INTERVAL, False
-        atexit.register(self._tell_last)
+        at_exit(self._tell_last)
         self._moves: set[str] = set()
         self.version: int | None = None
         """The version that was published or received last; None before the first."""
@@ -464,7 +463,6 @@ class WeightsChannel:
 
     def close(self) -> None:
         """Give back what this process has of the channel: its memory, or its connections."""
-        atexit.unregister(self._tell_last)
         self._tell_last()
         if self._publisher is not None:
             self._publisher.close()

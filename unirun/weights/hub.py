@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import msgspec
 import torch
@@ -378,11 +378,14 @@ class Hub:
         return self._transport.is_here(line.endpoint)
 
 
-_hubs: WeakKeyDictionary[Context, Hub] = WeakKeyDictionary()
+_making = threading.Lock()
 
 
 def hub_of(context: Context) -> Hub:
-    """The hub of this worker."""
-    if context not in _hubs:
-        _hubs[context] = Hub(context)
-    return _hubs[context]
+    """The hub of this worker, which lives as long as its context."""
+    # Threads may make their first channels at the same time.
+    with _making:
+        if context.hub is None:
+            context.hub = Hub(context)
+        hub: Hub = context.hub
+        return hub

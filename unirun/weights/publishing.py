@@ -89,6 +89,9 @@ class Block:
             return
         try:
             self.handle, self.memory = _shared(size)
+            # Where workers are threads, one may end without a `close`.
+            self._end = weakref.finalize(self, os.close, self.handle)
+            self._end.atexit = False
         except OSError as error:
             report(
                 f"unirun: there is no shared memory for {size} bytes of weights ({error.strerror}): "
@@ -106,7 +109,7 @@ class Block:
         if self.device is not None:
             self.device.end(self.memory)
         if self.handle is not None:
-            os.close(self.handle)
+            self._end()
 
 
 def _shared(size: int) -> tuple[int, torch.Tensor]:

@@ -34,7 +34,7 @@ LONG_POLL_TIMEOUT = 60.0
 """Seconds after which an idle consumer asks a producer again."""
 
 
-class Item(Value):
+class Item(Value, gc=True):
     """An item that was put into a queue as `value`, made with the weights of `version`. An item has the same
     `id` when it is taken again, after the death of the consumer that had it."""
 

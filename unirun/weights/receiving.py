@@ -42,7 +42,7 @@ NEIGHBOR_ANSWER_TIMEOUT = 5.0
 AnswerT = TypeVar("AnswerT", Described, Fetched, Released)
 
 
-class FetchResult(Value):
+class FetchResult(Value, gc=True):
     """The answer of `source` to some takes, and views of what it has sent or lent. `origin` is the publisher, `link`
     the backend through which it came, if any."""
 
@@ -84,7 +84,7 @@ def give_up(found: Sequence[FetchResult]) -> None:
             got.copy.end()
 
 
-class Target(Value):
+class Target(Value, gc=True):
     """The target of a transfer: `tensors`, of which this rank has `layout`, on `device` if all are on one.
 
     With `assign`, which is called with a name and a tensor, those that are whole in memory of this host are not copied

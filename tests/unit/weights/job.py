@@ -50,12 +50,11 @@ class Job:
         """The worker whose code runs, as far as `unirun.init` is asked."""
         self._patches = ExitStack()
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now)
-        at_exit = SimpleNamespace(register=lambda _: None, unregister=lambda _: None)
         threads = SimpleNamespace(Lock=threading.Lock, Timer=partial(Timer, self))
         for module, changes in (
             (
                 channel,
-                {"time": clock, "atexit": at_exit, "init": lambda: self.me, "threading": threads},
+                {"time": clock, "at_exit": lambda _: None, "init": lambda: self.me, "threading": threads},
             ),
             (queue, {"time": clock, "init": lambda: self.me, "Future": Answer}),
             (admitting, {"time": clock, "Future": Answer}),
@@ -165,7 +164,7 @@ class Worker:
         self.me, self.synced = who, dict[str, Any]()
         self.told = dict[str, float | None]()
         """The figures that it has told last, by name."""
-        self.session = self
+        self.session, self.hub = self, None
 
     def _hear(self, message: Message) -> None:
         if isinstance(message, Listening):
@@ -179,15 +178,15 @@ class Worker:
         self.job.me = self
         return kind(*args, **options)
 
-    def hub(self) -> hub.Hub:
+    def own_hub(self) -> hub.Hub:
         """Its hub."""
         return hub.hub_of(self)  # type: ignore[arg-type]
 
     def ends(self) -> None:
         """The kernel closes its descriptors."""
-        for publisher in self.hub()._publishers.values():
+        for publisher in self.own_hub()._publishers.values():
             publisher.close()
-        for producer in self.hub()._producers.values():
+        for producer in self.own_hub()._producers.values():
             producer._blocks.close()
         self.sockets.handlers.clear()
 

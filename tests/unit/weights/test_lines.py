@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from unirun.errors import PeerLost
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
+from unirun.weights import hub
 from unirun.weights.messages import Peek
 from unirun.weights.sources import PeerConnection
 
@@ -66,3 +70,23 @@ def test_an_answer_that_has_come_stays(wire: Any) -> None:
     wire.broken("the peer closed the stream")
     assert future.result(0).head == b"in time"
     assert line.lost
+
+
+def test_threads_that_make_their_first_channels_at_once_have_one_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = threading.Event()
+    made: list[object] = []
+
+    class Slow:
+        def __init__(self, context: object) -> None:
+            made.append(self)
+            if len(made) > 1:
+                other.set()
+            # A second one that is made meanwhile would end the wait.
+            other.wait(0.05)
+
+    monkeypatch.setattr(hub, "Hub", Slow)
+    context: Any = SimpleNamespace(hub=None)
+    with ThreadPoolExecutor(2) as pool:
+        found = set(pool.map(hub.hub_of, [context] * 2))
+    assert found == set(made)
+    assert len(made) == 1

@@ -97,7 +97,7 @@ class GenerationConfig(Value):
     top_k: int = 0
 
 
-class Generated(Value):
+class Generated(Value, gc=True):
     """Sequences of one data-parallel rank: for each prompt its `n` continuations, the logarithms of the probabilities
     with which their tokens were drawn, and whether each has ended by itself."""
 

@@ -252,7 +252,7 @@ STREAM_CLOSE_TIMEOUT = 5.0
 """Seconds that agents and watchers have to close their streams at the end."""
 
 
-class Core(Value):
+class Core(Value, gc=True):
     """The functions that decide: how a job is taken over, and what follows from an event.
 
     `writes_first`: what is decided is in the store before it is done.

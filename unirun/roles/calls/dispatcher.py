@@ -278,6 +278,8 @@ class Dispatcher:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             await_end(self._looping)
+            if self._looping is not None and not self._looping.is_alive():
+                self._loop.close()
 
     def _refused(self, run: _IncomingCall) -> bool:
         """Refuse a joint call that was made for an earlier generation, or has lost another worker: not all of its
