@@ -6,16 +6,44 @@ import contextlib
 import gc
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
+from tests.waiting import eventually
+
+LEAVE_TIMEOUT = 5.0
+"""Seconds in which what a test has told to end is gone."""
+
 
 @pytest.fixture(autouse=True)
-def no_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that is not marked cannot start a process."""
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test closes what it opens, though maybe by the collector, and ends the threads that it starts; but for one that is
+    marked ``leaves``."""
+    before = _held()
+    yield
+    if not (_held() - before) or request.node.get_closest_marker("leaves") is not None:
+        return
+
+    def left() -> set[object]:
+        # First what is young: after thousands of tests a full collection takes two seconds.
+        for generation in (1, 2):
+            gc.collect(generation)
+            if not (left := _held() - before):
+                return set()
+        return left
+
+    eventually(lambda: not left(), f"nothing is left: {left()}", within=LEAVE_TIMEOUT)
+
+
+@pytest.fixture(autouse=True)
+def no_processes(
+    nothing_is_left: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A test that is not marked cannot start a process. What it has patched is put back before `nothing_is_left`
+    looks."""
     if request.node.get_closest_marker("starts_processes") is not None:
         return
 
@@ -27,25 +55,15 @@ def no_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(place, name, refuse)
 
 
-@pytest.fixture
-def no_descriptors_are_left() -> Iterator[None]:
-    """A test closes what it opens, though maybe by the collector: what is left after that is a number that nobody
-    knows any more, or an object that lives on. For tests of code that opens descriptors."""
-    before = descriptors()
-    yield
-    left = descriptors().items() - before.items()
-    # First what is young: after thousands of tests a full collection takes two seconds.
-    for generation in (1, 2):
-        if left:
-            gc.collect(generation)
-            left = descriptors().items() - before.items()
-    assert not left, f"descriptors are left open: {sorted(left)}"
+def _held() -> set[object]:
+    """The threads of this process, and its descriptors."""
+    return {*threading.enumerate(), *descriptors().items()}
 
 
 def descriptors() -> dict[str, str]:
     """The descriptors of this process, and what each of them is."""
     found = {}
-    for path in Path("/proc/self/fd").iterdir():
+    for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            found[path.name] = os.readlink(path)
+            found[number] = os.readlink(f"/proc/self/fd/{number}")
     return found

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -98,10 +99,12 @@ class Jobs:
 
 
 @pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
+def jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
     found = Jobs()
     monkeypatch.setattr("unirun.cli.run.main", found)
-    return found
+    yield found
+    while locks:
+        os.close(locks.pop())
 
 
 @pytest.fixture
@@ -119,9 +122,14 @@ def failed(run_id: str) -> int:
     return 1
 
 
+locks: list[int] = []
+"""Those of jobs that run."""
+
+
 def orphaned(run_id: str) -> int:
     """The job runs, and its command has ended."""
-    job, _ = create_job(run_id, new_token())
+    job, lock = create_job(run_id, new_token())
+    locks.append(lock)
     write_status(job, JobStatus(run_id, "small", "running", "", 1.0, None, None, ()))
     return 1
 

@@ -125,6 +125,7 @@ class TestEveryTorchrunOption:
         (warning,) = warnings(parse(["--rdzv-conf", value, "train.py"]), plain, {})
         assert ignored in warning
 
+    @pytest.mark.leaves
     def test_every_setting_that_torch_asks_for_is_known(self) -> None:
         """Of the backends that apply on one node. torch asks by name; whatever it asks for is in this record."""
         asked: set[str] = set()

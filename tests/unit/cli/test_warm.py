@@ -9,10 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.descriptors import no_descriptor_is_left
 from unirun.cli import warm
-
-__all__ = ["no_descriptor_is_left"]
 
 
 @pytest.mark.starts_processes

@@ -6,10 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.descriptors import no_descriptor_is_left
-
-__all__ = ["no_descriptor_is_left"]
-
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -341,20 +341,22 @@ class TestFiles:
 
 class TestHowItStands:
     @staticmethod
-    def stands(phase: str, *, alive: bool) -> None:
-        """The job of the trial is in this phase."""
+    def stands(phase: str, *, alive: bool) -> int:
+        """The job of the trial is in this phase. Returns the lock of one that is alive."""
         job, lock = create_job("ppo-first-1", new_token())
         write_status(job, JobStatus("ppo-first-1", "ppo-first", phase, "", 1.0, None, None, ()))
         if not alive:
             os.close(lock)
+        return lock
 
     def test_one_that_runs_is_not_started_again(self, config: ExperimentConfig) -> None:
         start(config, "ppo-first-1")
-        self.stands("running", alive=True)
+        lock = self.stands("running", alive=True)
         assert phase_of("ppo-first-1") == "running"
         assert trial_status("ppo", "first") is ExpStatus.RUNNING
         with pytest.raises(UsageError, match="trial 'first' of 'ppo' runs already, as job ppo-first-1"):
             refuse_running(root_of("", "ppo", "first"))
+        os.close(lock)
 
     @pytest.mark.parametrize("phase", ["succeeded", "failed", "stopped"])
     def test_one_that_has_ended_may_be_started_again(self, config: ExperimentConfig, phase: str) -> None:

@@ -77,6 +77,8 @@ class ContactHarness:
                     task.cancel()
                 # The kernel would kill this process.
                 self.contact.close()
+                if self.contact._store is not None:
+                    self.contact._store.close()
                 server.close()
 
         asyncio.run(main())

@@ -161,10 +161,11 @@ def test_the_arrivals_of_a_window_are_those_of_the_busiest_group() -> None:
 
 class TestTheSampler:
     @pytest.fixture
-    def number(self) -> int:
+    def number(self) -> Iterator[int]:
         number = os.memfd_create(PAGE_NAME)
         os.ftruncate(number, PAGE_BYTES)
-        return number
+        yield number
+        os.close(number)
 
     def test_it_counts_collectives_and_looks_at_the_waits_of_a_rank_that_stands_still(
         self, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -195,7 +196,6 @@ class TestTheSampler:
             counts.update(groups)
             sampling.look(105.0)
             assert read_page(number).collectives == begun
-        os.close(number)
 
     def test_without_a_time_out_it_looks_rarely_and_again_while_the_rank_waits(
         self, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -215,7 +215,6 @@ class TestTheSampler:
             waits.append(len(progress_of(WHO, read_page(number)).waits))
         assert waits == [0, 0, 1, 1, 0, 0]
         assert (read_page(number).beat, read_page(number).collectives) == (0, 6)
-        os.close(number)
 
     def test_without_torchs_numbers_a_rank_is_not_judged(
         self, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -230,7 +229,6 @@ class TestTheSampler:
         sampling.stop()
         assert "torch has another name for it" in capsys.readouterr().err
         assert progress_of(WHO, read_page(number)).mute == 0.0
-        os.close(number)
 
     def test_it_writes_what_the_flight_recorder_has_when_it_is_asked_to(
         self, number: int, tmp_path: Path
@@ -240,7 +238,6 @@ class TestTheSampler:
         Sampler(page, 8.0, tmp_path).look(1.0)
         assert (tmp_path / "flight_recorder.json").read_text().startswith("{")
         assert read_page(number).evidence == 0
-        os.close(number)
 
 
 class TestTheFirstGroup:

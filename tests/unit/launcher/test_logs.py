@@ -198,8 +198,7 @@ def test_a_log_follower_waits_for_a_blocked_sink_until_its_timeout(log: Path) ->
     follower.follow(log, block)
     assert follower.finish(0.05) is False
     release.set()
-    follower._thread.join(WAIT_TIMEOUT)
-    assert not follower._thread.is_alive()
+    assert follower.finish(WAIT_TIMEOUT) is True
 
 
 def test_a_log_follower_leaks_no_descriptor(log: Path) -> None:

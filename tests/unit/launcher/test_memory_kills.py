@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.descriptors import no_descriptor_is_left
 from unirun.failover.diagnosis import OOM_KILLED
 from unirun.launcher.notes import PERHAPS, Kills, explain, kills_so_far
-
-__all__ = ["no_descriptor_is_left"]
 
 LOG = b"6,1,2,-;Memory cgroup out of memory: Killed process 4242 (python) total-vm:1kB"
 

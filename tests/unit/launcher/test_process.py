@@ -10,11 +10,8 @@ import sys
 
 import pytest
 
-from tests.unit.descriptors import no_descriptor_is_left
 from tests.waiting import WAIT_TIMEOUT
 from unirun.launcher import process
-
-__all__ = ["no_descriptor_is_left"]
 
 
 def run(code: str, *args: str) -> str:

@@ -281,7 +281,7 @@ def test_a_spawner_names_a_module_that_cannot_be_imported(start: Callable[..., S
     assert "cannot import no_such_module: ModuleNotFoundError" in failed.reason
     with pytest.raises(ConnectionLost):
         spawner.stream.receive(WAIT_TIMEOUT)
-    assert spawner.process.wait(WAIT_TIMEOUT) == 1
+    assert spawner.close() == 1
 
 
 @pytest.mark.starts_processes

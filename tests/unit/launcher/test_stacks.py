@@ -12,13 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.unit.descriptors import no_descriptor_is_left
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.launcher.process import takes_signal
 from unirun.launcher.sampler import STACKS_SIGNAL, shapes_in
 from unirun.launcher.stacks import kernel_of, py_spy, state_of, take_stacks, take_texts, threads_of
-
-__all__ = ["no_descriptor_is_left"]
 
 ANSWERING = """
 import time

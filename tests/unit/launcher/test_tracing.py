@@ -16,6 +16,8 @@ import pytest
 from unirun.launcher import tracing
 from unirun.observe.spans import SPANS, TRACE, TRACED_COLLECTIVES, Spans, TraceSpan, read_spans
 
+pytestmark = pytest.mark.leaves
+
 NO_TIMES = {"time_created_ns": 10, "time_discovered_started_ns": 0, "time_discovered_completed_ns": 0}
 
 

@@ -27,6 +27,8 @@ from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.process_groups import ProcessGroups, process_groups
 from unirun.wire.reports import GroupFormed, GroupMeets, Message, Stuck
 
+pytestmark = pytest.mark.leaves
+
 distributed: Any = dist
 LONG = timedelta(minutes=30)
 

@@ -25,6 +25,8 @@ from unirun.roles.process_groups import process_groups
 from unirun.roles.rank_sets import RankSet
 from unirun.wire.messages import RoleView, WorkerView
 
+pytestmark = pytest.mark.leaves
+
 distributed: Any = dist
 LONG = timedelta(minutes=30)
 ROLES = ("actor", "rollout")

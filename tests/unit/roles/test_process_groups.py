@@ -30,6 +30,8 @@ from unirun.errors import GroupError
 from unirun.roles.gloo import GlooGroup, _ends, _established, parse_published
 from unirun.roles.process_groups import ProcessGroups, _watched_store, process_groups
 
+pytestmark = pytest.mark.leaves
+
 LONG = timedelta(minutes=30)
 
 

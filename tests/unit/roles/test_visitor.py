@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.unit.descriptors import no_descriptor_is_left
 from tests.unit.rendezvous.fake_master import FakeJob, FakeMaster, Script
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import FrameError, JobError, RendezvousError, UsageError, WorkerLost
@@ -19,8 +18,6 @@ from unirun.roles.visitor import Visitor
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Attach, Ended, Grow, RoleView, View, Visit, Welcome, WorkerView
 from unirun.wire.reports import Message, ViewWanted
-
-__all__ = ["no_descriptor_is_left"]
 
 
 def view(ranks: int, number: int = 0, since: int | None = None) -> View:

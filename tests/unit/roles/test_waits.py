@@ -35,6 +35,8 @@ from unirun.roles.gloo import (
 )
 from unirun.roles.process_groups import dist, process_groups
 
+pytestmark = pytest.mark.leaves
+
 
 class TestStillness:
     def test_one_call_lasts_after_its_time(self) -> None:

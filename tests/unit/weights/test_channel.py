@@ -16,6 +16,8 @@ from unirun.errors import WeightsTimeout
 from unirun.weights.channel import VERSION_REPORT_INTERVAL
 from unirun.wire.reports import FROM
 
+pytestmark = pytest.mark.leaves
+
 
 @pytest.fixture
 def channel() -> Iterator[Channel]:

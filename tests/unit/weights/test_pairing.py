@@ -24,7 +24,7 @@ from unirun.weights.messages import Fetch
 from unirun.weights.pairing import PairGroup, buckets, checksum
 from unirun.weights.publishing import Publisher
 
-pytestmark = pytest.mark.starts_processes
+pytestmark = [pytest.mark.starts_processes, pytest.mark.leaves]
 
 CPU = torch.device("cpu")
 

@@ -9,6 +9,8 @@ import pytest
 from tests.unit.weights.test_histories import Channel, content, same
 from unirun.errors import PeerLost, UsageError, WeightsTimeout
 
+pytestmark = pytest.mark.leaves
+
 
 @pytest.fixture
 def channel() -> Iterator[Channel]:

@@ -9,6 +9,8 @@ import pytest
 
 from unirun import BaseWorkload, run_in_process
 
+pytestmark = pytest.mark.leaves
+
 
 def run(setting: dict[str, Any]) -> dict[str, float]:
     # Here, as transformers takes seconds, which every process that collects tests would spend.

@@ -164,6 +164,7 @@ def test_a_recipe_refuses_what_it_does_not_know(wrong: dict[str, Any]) -> None:
         recipe_of(OmegaConf.create(wrong))
 
 
+@pytest.mark.leaves
 def test_progress_is_told_in_points_and_drawn(tmp_path: Any) -> None:
     progress = Progress(warm=0.4)
     assert "40.0%" in progress.line()

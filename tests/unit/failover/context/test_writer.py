@@ -9,7 +9,7 @@ import io
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,8 +81,10 @@ def stored(harness: WriterHarness) -> JobState:
 
 
 @pytest.fixture
-def harness() -> WriterHarness:
-    return WriterHarness(Job({"actor": 9}).running())
+def harness() -> Iterator[WriterHarness]:
+    made = WriterHarness(Job({"actor": 9}).running())
+    yield made
+    made.writer._thread.shutdown()
 
 
 def test_what_follows_from_a_decision_is_done_when_it_is_written(harness: WriterHarness) -> None:

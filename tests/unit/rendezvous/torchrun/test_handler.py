@@ -27,6 +27,8 @@ from unirun.rendezvous.torchrun import create_handler, get_handler
 from unirun.rendezvous.torchrun import handler as handler_module
 from unirun.rendezvous.torchrun.handler import Config, StoreHandler
 
+pytestmark = pytest.mark.leaves
+
 WAIT = 30.0
 
 

@@ -115,7 +115,8 @@ def test_stripes_for_which_there_is_no_thread_end_their_connection(monkeypatch: 
     """The other end goes on without them."""
     monkeypatch.setattr(stripes, "_places", threading.BoundedSemaphore(1))
     assert stripes._places.acquire()
-    inbox, there = RequestInbox(Loop()), Stripes(lambda: None)
+    loop = Loop()
+    inbox, there = RequestInbox(loop), Stripes(lambda: None)
     inbox.stripes["key"] = there
     mine, its = socket.socketpair()
     served = _Served(its, inbox)
@@ -126,3 +127,4 @@ def test_stripes_for_which_there_is_no_thread_end_their_connection(monkeypatch: 
     assert mine.recv(1) == b""
     mine.close()
     inbox.close()
+    loop.close()

@@ -20,6 +20,8 @@ from unirun.train.checkpoints import CheckpointStrategy, Folder, Manifest
 from unirun.train.checkpoints.state import load, plain_state
 from unirun.train.checkpoints.writer import CheckpointWriter
 
+pytestmark = pytest.mark.leaves
+
 NAMES = [
     "0.weight",
     "0.bias",

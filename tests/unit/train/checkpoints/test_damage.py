@@ -17,6 +17,8 @@ from unirun.train.checkpoints import CheckpointStrategy, Folder
 from unirun.train.checkpoints.state import load
 from unirun.train.checkpoints.writer import CheckpointWriter
 
+pytestmark = pytest.mark.leaves
+
 
 @pytest.fixture(autouse=True, scope="module")
 def group() -> Iterator[None]:

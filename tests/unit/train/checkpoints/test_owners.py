@@ -21,6 +21,8 @@ from unirun.train.checkpoints import CheckpointStrategy, Folder
 from unirun.train.checkpoints.state import load
 from unirun.train.checkpoints.writer import CheckpointWriter
 
+pytestmark = pytest.mark.leaves
+
 
 class Harm:
     """Unpickling it makes a directory."""

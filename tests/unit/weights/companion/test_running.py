@@ -41,7 +41,7 @@ class Channel:
         self._changed = threading.Condition()
         self._now: tuple[int, Tensors] | None = None
         self._restarts, self.away = 0, False
-        self.elsewhere = False
+        self.elsewhere = self.closed = False
         """The publisher knows nothing of the latest version, which another receiver has."""
 
     def publish(self, version: int, tensors: Tensors) -> None:
@@ -56,6 +56,13 @@ class Channel:
             self.elsewhere = elsewhere
             self._changed.notify_all()
 
+    def close(self) -> None:
+        """Let those that wait for a version go."""
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()
+        self.lent.close()
+
     def latest(self) -> tuple[int, int | None]:
         if self.away:
             raise PeerLost("actor:0 is started again", worker="actor:0")
@@ -66,11 +73,15 @@ class Channel:
             restarts = self._restarts
 
             def there() -> bool:
-                return self._restarts != restarts or (self._now is not None and self._now[0] >= version)
+                return (
+                    self.closed
+                    or self._restarts != restarts
+                    or (self._now is not None and self._now[0] >= version)
+                )
 
             if not self._changed.wait_for(there, timeout):
                 raise WeightsTimeout("nothing is published", "publish", channel=self.name)
-            if self._now is None or self._restarts != restarts:
+            if self.closed or self._now is None or self._restarts != restarts:
                 raise PeerLost("actor:0 has died", worker="actor:0")
             return self._now
 
@@ -162,7 +173,7 @@ class Host:
             self._thread.join(WAIT_TIMEOUT)
         for server in self.servers:
             server.close()
-        self.channel.lent.close()
+        self.channel.close()
 
 
 @pytest.fixture(params=["lent", "received"])

@@ -364,6 +364,7 @@ def test_dtypes_that_no_checkpoint_has_are_told_before_anything_is_sent(servers:
         sender.send_weights()
 
 
+@pytest.mark.leaves
 def test_parts_of_tensors_are_refused_with_all_names(servers: ServersHarness) -> None:
     from torch.distributed import (  # type: ignore[attr-defined]
         HashStore,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -49,8 +50,20 @@ class FakeConnection:
             answer.set_exception(PeerLost("it is gone", "try again", worker="actor:0"))
 
 
+@pytest.fixture(autouse=True)
+def producers_close(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Items that were put are given back."""
+    made: list[Rollouts] = []
+    monkeypatch.setattr(Rollouts, "made", made, raising=False)
+    yield
+    for each in made:
+        each.producer.close()
+
+
 class Rollouts:
     """A producer, its entrance, and the gate that it reaches."""
+
+    made: list[Rollouts]
 
     def __init__(self, bound: Bound) -> None:
         self.gate = Gate(lambda who: False)
@@ -61,6 +74,7 @@ class Rollouts:
             "q", ME, self.producer.admissions, self.producer.counts, lambda connect: self.line, "actor"
         )
         self.producer.counted = self.entrance.changed
+        self.made.append(self)
 
     def admit(self, seconds: float = WAIT_TIMEOUT) -> Any:
         return self.entrance.admit(time.monotonic() + seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from math import inf
 
 import pytest
@@ -129,8 +130,7 @@ def free(parcel: Parcel) -> None:
 def test_items_wait_for_room_in_their_order_and_leave_it_to_the_next_when_they_give_up(
     actions: list[str], data: st.DataObject
 ) -> None:
-    async def happens() -> None:
-        producer = Producer("q")
+    async def happens(producer: Producer) -> None:
         waiting: list[asyncio.Task[None]] = []
         there = 0
         for action in [*actions, "goes on"]:
@@ -159,9 +159,9 @@ def test_items_wait_for_room_in_their_order_and_leave_it_to_the_next_when_they_g
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         assert len(producer) == there
-        producer.close()
 
-    asyncio.run(happens())
+    with closing(Producer("q")) as producer:
+        asyncio.run(happens(producer))
 
 
 def test_room_that_was_given_and_is_given_up_goes_to_the_next_that_waits() -> None:
@@ -172,3 +172,4 @@ def test_room_that_was_given_and_is_given_up_goes_to_the_next_that_waits() -> No
     assert (first.done(), second.done()) == (True, False)
     producer._give_up(first)
     assert second.done()
+    producer.close()
