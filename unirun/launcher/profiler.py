@@ -26,7 +26,8 @@ from typing import Any
 from unirun import atomic
 
 PROFILE, TRACE = "profile.json", "profile.trace.json.gz"
-"""The files with the result, beside the request. The trace is there before the other one, or not at all."""
+"""The files with the result, beside the request. The trace is there before the other one, or not at all. The other one
+is empty when it could not be written."""
 
 SAMPLE_INTERVAL = 0.01
 """Seconds between two samples."""
@@ -93,14 +94,28 @@ class WorkerProfile:
                 self._problem = f"its main thread was in native code for {END_TIMEOUT:g} s after the profile"
         # A full disk, or a worker that ends, costs the profile and nothing else.
         with contextlib.suppress(OSError):
-            if not self._problem:
-                draft = self._folder / f"draft.{TRACE}"
-                self._recorder.export_chrome_trace(str(draft))
-                atomic.replace(self._folder / TRACE, gzip.compress(draft.read_bytes(), 3))
-                draft.unlink()
+            self._write_trace()
             result = {"stacks": counts, "without_trace": self._problem}
-            atomic.replace(self._folder / PROFILE, json.dumps(result))
+            try:
+                atomic.replace(self._folder / PROFILE, json.dumps(result))
+            except OSError:
+                # An empty one takes no space, and tells the agent that there is none.
+                atomic.replace(self._folder / PROFILE, b"")
         _profile = None
+
+    def _write_trace(self) -> None:
+        """Write the trace, or note why there is none. Raises OSError for a draft that cannot be removed."""
+        if self._problem:
+            return
+        draft = self._folder / f"draft.{TRACE}"
+        try:
+            self._recorder.export_chrome_trace(str(draft))
+            atomic.replace(self._folder / TRACE, gzip.compress(draft.read_bytes(), 3))
+        except OSError as error:
+            self._problem = f"its trace cannot be written: {error.strerror}"
+        finally:
+            # On a full disk this makes room for the stacks.
+            draft.unlink(missing_ok=True)
 
 
 def sampled(seconds: float) -> Counter[str]:

@@ -83,7 +83,9 @@ class Profiling:
                 return Profiled(order.number, problem=text)
             await asyncio.sleep(PROFILE_POLL_INTERVAL)
         try:
-            result = convert(json.loads((folder / PROFILE).read_bytes()), _Written)
+            if not (written := (folder / PROFILE).read_bytes()):
+                return Profiled(order.number, problem=f"it cannot write to {folder}: is the disk full?")
+            result = convert(json.loads(written), _Written)
             without = result.without_trace or await self._send(folder / TRACE, order.number)
         except (OSError, ValueError) as error:
             return Profiled(order.number, problem=f"its profile cannot be read: {error}")

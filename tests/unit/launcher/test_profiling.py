@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from msgspec.structs import replace
 from tests.unit.launcher.agent import worker
 from tests.unit.launcher.instant_loop import InstantLoop
 from tests.waiting import eventually, eventually_async
+from unirun import atomic
 from unirun.launcher import profiler, profiling
 from unirun.launcher.events import AgentState
 from unirun.launcher.profiler import PROFILE, TRACE, folded, sampled
@@ -87,16 +87,39 @@ def test_a_profiler_of_the_program_is_left_alone(folder: Path) -> None:
     eventually(lambda: profiler._profile is None, "the next one may begin")
 
 
-def test_a_full_disk_costs_a_profile_and_nothing_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> NoReturn:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+@pytest.mark.parametrize("room", [-1, 0, 4000])
+def test_a_full_disk_costs_a_profile_and_nothing_else(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """Stacks may have room where a trace has none. The draft of a trace leaves it."""
 
-    ask(folder, 0.2)
-    eventually(lambda: profiler._profile is not None, "it has begun")
-    monkeypatch.setattr(profiler, "atomic", SimpleNamespace(replace=full))
+    def replace_(path: Path, content: bytes | str) -> None:
+        if len(content) > room or any(folder.glob("draft*")):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        atomic.replace(path, content)
+
+    found = worker(1, "actor", 1)
+    found = replace(found, pid=os.getpid(), request=replace(found.request, logs=str(folder), folder=""))
+    told: list[Message] = []
+    monkeypatch.setattr(profiling, "py_spy", lambda: None)
+    monkeypatch.setattr(profiler, "atomic", SimpleNamespace(replace=replace_))
+    profiles = Profiling(lambda: AgentState("n0", workers={1: found}), told.append)
+    if room < 0:
+        # Not even an empty file.
+        ask(folder, 0.3)
+        eventually(lambda: profiler._profile is not None, "it has begun")
+    else:
+        asyncio.run(profiles.profile(Profile("actor", 1, 0.1, 7)))
     eventually(lambda: profiler._profile is None, "the next one may begin")
     assert not torch._C._autograd._profiler_enabled()
-    assert not (folder / PROFILE).exists()
+    assert [path.name for path in folder.iterdir()] == ([] if room < 0 else [PROFILE])
+    answer = told[0] if told else None
+    assert (answer is None) == (room < 0)
+    if isinstance(answer, Profiled) and room:
+        assert (answer.problem, bool(answer.stacks)) == ("", True)
+        assert answer.without_trace == "its trace cannot be written: No space left on device"
+    elif isinstance(answer, Profiled):
+        assert answer.problem == f"it cannot write to {folder}: is the disk full?"
     monkeypatch.undo()
     ask(folder, 0.05)
     eventually(lambda: (folder / PROFILE).exists(), "the next one is written")
