@@ -17,13 +17,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
 from tests.unit.wire.endpoints import Endpoint
 from tests.waiting import WAIT_TIMEOUT
-from unirun.launcher.hosts import ssh
+from unirun.errors import JobError
+from unirun.launcher.hosts import byhand, ssh
+from unirun.launcher.hosts.byhand import TOKEN_INTERVAL, shared_secret
 from unirun.observe.jobdir import job_at
 from unirun.rendezvous.creation import create_job
 from unirun.spec.job import Entry, JobSpec, RoleSpec
@@ -183,3 +186,34 @@ def test_a_node_that_is_ready_and_then_dismissed_keeps_no_directory_of_the_job(t
         ours.send(Dismissed("another node cannot take part"))
         assert "another node cannot take part" in said(joining)
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("after", [0.0, 5.0, 59.0, 61.0])
+@pytest.mark.parametrize("make", [False, True])
+def test_the_nodes_wait_for_the_secret_that_the_head_makes(
+    make: bool, after: float, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head makes it at once, and another node of a shared directory may look before."""
+    now, file, secret = 1000.0, home / "token", new_token()
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if now >= 1000.0 + after and not file.exists():
+            home.mkdir(mode=0o700, exist_ok=True)
+            file.touch(mode=0o600)
+            file.write_text(secret.hex())
+
+    monkeypatch.setattr(byhand, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    if make:
+        made = shared_secret(None, make=True, timeout=60.0)
+        assert shared_secret(None, make=True, timeout=60.0) == made, "there is one"
+        assert now == 1000.0
+        assert file.stat().st_mode & 0o777 == 0o600
+    elif after < 60.0:
+        assert shared_secret(None, make=False, timeout=60.0) == secret
+        assert now <= 1000.0 + after + 2 * TOKEN_INTERVAL
+    else:
+        with pytest.raises(JobError, match="copy it from the head"):
+            shared_secret(None, make=False, timeout=60.0)
+        assert now == pytest.approx(1060.0, abs=2 * TOKEN_INTERVAL)

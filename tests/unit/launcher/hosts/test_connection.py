@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import signal
 import subprocess
 import sys
 
 import pytest
 
+from tests.waiting import WAIT_TIMEOUT
+from unirun.errors import RendezvousError
 from unirun.launcher.hostlist import Host, parse_hosts
+from unirun.launcher.hosts import connection
 from unirun.launcher.hosts.connection import KEPT, RemoteNode, explain, for_any_shell, on_host
+from unirun.launcher.hosts.feed import MARK
 
 SAID = [
     (255, "root@h1: Permission denied (publickey,password).", "ssh-copy-id root@h1"),
@@ -37,6 +42,12 @@ def test_what_is_said_becomes_a_remedy(code: int, errors: str, remedy: str) -> N
     assert error.problem in errors
 
 
+def test_the_last_of_several_words_about_one_problem_is_told() -> None:
+    """ssh goes on when it cannot read a key."""
+    last = "root@h1: Permission denied (publickey)."
+    assert explain(HOST, 255, f"Load key '/home/me/id': Permission denied\n{last}\nbye\n").problem == last
+
+
 def test_a_silent_end_is_told_with_its_code() -> None:
     assert explain(HOST, 3, "").problem == "it ended with exit code 3"
 
@@ -44,15 +55,39 @@ def test_a_silent_end_is_told_with_its_code() -> None:
 @pytest.mark.starts_processes
 @pytest.mark.parametrize("before", [0, KEPT - 1, 3 * KEPT])
 def test_the_last_words_of_a_process_are_told_however_much_it_has_said(before: int) -> None:
-    code = f"import sys; sys.stderr.write('x' * {before} + '\\nPermission denied\\n'); sys.exit(255)"
+    """Its exit code, which comes a little later, says whether they are ssh's own."""
+    code = (
+        f"import os, sys, time; sys.stderr.write('x' * {before} + '\\nPermission denied\\n'); sys.stderr.flush()\n"
+        "os.close(2); time.sleep(0.05); os._exit(255)"
+    )
 
-    async def fail() -> str:
+    async def fail() -> RendezvousError:
         remote = await RemoteNode.start(HOST, [sys.executable, "-S", "-c", code])
         error = await remote.failure()
         await remote.close()
-        return error.problem
+        return error
 
-    assert asyncio.run(fail()) == "Permission denied"
+    error = asyncio.run(fail())
+    assert error.problem == "Permission denied"
+    assert "ssh-copy-id root@h1" in error.remedy
+
+
+@pytest.mark.starts_processes
+def test_a_process_of_ssh_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "SSH_EXIT_TIMEOUT", 0.05)
+    code = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"sys.stdout.buffer.write({MARK!r}); sys.stdout.flush(); time.sleep(100)"
+    )
+
+    async def close() -> int | None:
+        remote = await RemoteNode.start(HOST, [sys.executable, "-S", "-c", code])
+        async with asyncio.timeout(WAIT_TIMEOUT):
+            await remote.ready()
+            await remote.close()
+        return remote._process.returncode
+
+    assert asyncio.run(close()) == -signal.SIGKILL
 
 
 def test_ssh_never_asks_and_gets_the_target_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:

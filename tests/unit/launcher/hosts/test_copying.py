@@ -35,6 +35,8 @@ def copy(head: TcpAddress | None) -> JobDir:
     log = job.logs / "actor" / "0" / "0" / "stdout.log"
     log.parent.mkdir(parents=True)
     log.write_text("1234567")
+    # No copy makes a link.
+    (log.parent / "latest.log").symlink_to(log)
     return job
 
 

@@ -10,6 +10,7 @@ import stat
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -20,6 +21,7 @@ from unirun.errors import FrameError
 from unirun.failover.silence import HEARTBEAT_INTERVAL
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts import copying as mirror
+from unirun.launcher.hosts import feed as feeding
 from unirun.launcher.hosts.connection import RemoteNode
 from unirun.launcher.hosts.copying import Mirror, record_hosts, write
 from unirun.launcher.hosts.feed import FILE_POLL_INTERVAL, MAX_CHUNK_BYTES, feed, news
@@ -210,3 +212,17 @@ def test_copied_logs_follow_no_link_and_are_private(copy: Path, tmp_path: Path) 
 def test_no_log_is_replaced_as_a_whole(copy: Path) -> None:
     with pytest.raises(FrameError, match="sends a file called"):
         write(copy, "h1", Chunk(LOG, 0, b"", whole=True), 0)
+
+
+def test_a_message_is_sent_whole_when_the_pipe_to_ssh_takes_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = b""
+
+    def write(handle: int, data: bytes) -> int:
+        nonlocal sent
+        assert handle == 1
+        sent += data[:3]
+        return len(data[:3])
+
+    monkeypatch.setattr(feeding, "os", SimpleNamespace(write=write))
+    feeding._Stdio(0, 1).sendall(b"all of a message")
+    assert sent == b"all of a message"

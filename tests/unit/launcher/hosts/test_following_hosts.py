@@ -22,11 +22,13 @@ from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts import copying
 from unirun.launcher.hosts.connection import RemoteNode
 from unirun.launcher.hosts.copying import (
+    FINAL_COPY_TIMEOUT,
     HOST_CONNECT_TIMEOUT,
     HOST_POLL_INTERVAL,
     HOST_RETRY_INTERVAL,
     Mirror,
     record_hosts,
+    recorded_hosts,
 )
 from unirun.launcher.hosts.feed import news
 from unirun.launcher.hosts.ssh import (
@@ -36,6 +38,7 @@ from unirun.launcher.hosts.ssh import (
     RemoteJob,
 )
 from unirun.observe.jobdir import HEAD, HOSTS, JobDir
+from unirun.observe.status import JobStatus, write_status
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.wire.messages import Chunk, Resume
 from unirun.wire.reports import Message
@@ -402,3 +405,41 @@ class GivingUp:
 @pytest.mark.parametrize("seed", seeds(100))
 def test_a_job_is_given_up_by_what_was_heard_since_its_last_master(seed: int, tmp_path: Path) -> None:
     GivingUp(random.Random(seed), tmp_path).play()
+
+
+@pytest.mark.parametrize("ends", [0.0, 40.0])
+@pytest.mark.parametrize("late", [0.0, 5.0, FINAL_COPY_TIMEOUT - 2.0, FINAL_COPY_TIMEOUT + 2.0])
+def test_a_host_that_answers_in_time_after_the_end_of_the_job_is_copied(
+    ends: float, late: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that goes on copying ends also without it. Before the end it has no deadline."""
+    loop = InstantLoop()
+    host, copy = FakeHost("h1", tmp_path / "h1", loop), JobDir(tmp_path / "copy")
+    copy.logs.mkdir(parents=True)
+    record_hosts(copy, [Host("h1", "h1")])
+    lock = os.open(copy.lock, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    began = loop.time()
+
+    def is_now(phase: str) -> None:
+        write_status(copy, JobStatus("run-1", "job", phase, "", 1.0, None, None, ()))
+
+    async def reach(_: Host) -> RemoteNode:
+        if loop.time() < began + ends + late:
+            raise RendezvousError("no route to h1")
+        return host.connect()
+
+    monkeypatch.setattr(copying, "reach", reach)
+    is_now("running")
+    loop.call_at(began + ends, is_now, "succeeded")
+    host.end_now()
+    told, tells = os.pipe()
+    loop.run_until_complete(copying._copy_all(copy, tells))
+    assert os.read(told, 1) == b"", "those that wait for it go on"
+    came = late < FINAL_COPY_TIMEOUT
+    assert (recorded_hosts(copy) == ()) == came
+    assert (copy.path / "agent.h1.log").exists() == came
+    assert loop.time() - began <= ends + min(late, FINAL_COPY_TIMEOUT) + 2 * HOST_POLL_INTERVAL
+    for handle in (told, lock):
+        os.close(handle)
+    loop.end()

@@ -40,6 +40,7 @@ def test_ipv6_addresses_stand_in_brackets() -> None:
         (" , ", "names no host"),
         ("h1,h1", "h1 is there twice"),
         ("h1,me@h1:2", "h1 is there twice"),
+        ("me@h1:2,h1", "h1 is there twice"),
         ("n[1-3],n2", "n2 is there twice"),
         ("h1:", "number of slots"),
         ("h1:0", "number of slots"),
@@ -58,6 +59,7 @@ def test_ipv6_addresses_stand_in_brackets() -> None:
         ("n[3-1]", "no range"),
         ("n[a-b]", "no range"),
         ("n[0-99999999]", "too many numbers"),
+        ("n[1-40000,1-40000]", "too many numbers"),
         ("n[1-999]m[1-999]", "stands for 998001 hosts"),
     ],
 )

@@ -17,13 +17,15 @@ from tests.effort import seeds
 from tests.unit.launcher.hosts.offers import HEAD, made, offer
 from tests.unit.launcher.instant_loop import InstantLoop
 from unirun.errors import AuthError, ConnectionLost, RendezvousError, UnirunError, WireError
+from unirun.launcher.environment import joined
 from unirun.launcher.hostlist import Host
-from unirun.launcher.hosts import node, ssh
+from unirun.launcher.hosts import byhand, node, ssh
+from unirun.launcher.hosts.byhand import run_member
 from unirun.launcher.hosts.connection import RemoteNode
 from unirun.launcher.hosts.lobby import Lobby
 from unirun.launcher.hosts.node import take_part
 from unirun.launcher.hosts.ssh import invite_all
-from unirun.launcher.local import AgentProcess
+from unirun.launcher.local import AgentProcess, RunningJob
 from unirun.observe.jobdir import JobDir, job_at
 from unirun.rendezvous.endpoints import BIND_TIMEOUT
 from unirun.spec.job import Entry, JobSpec, RoleSpec
@@ -239,11 +241,14 @@ class FakeAgent(AgentProcess):
         self.pid = 1
         self.binds = binds
         self.goes_on = self.ended = False
+        self.owner: int | None = None
+        self.environ: dict[str, str] = {}
 
     def assign(
         self, job: JobDir, task: AgentTask, lock: int, owner: int | None, tcp: socket.socket | None = None
     ) -> None:
         assert job.alive()
+        self.owner, self.environ = owner, dict(os.environ)
 
     def wait_until_bound(self, deadline: float) -> None:
         if not self.binds:
@@ -271,6 +276,9 @@ class FakeLauncher(BlockingStream):
             raise ConnectionLost("the launcher is gone")
         return word
 
+    def close(self) -> None:
+        pass
+
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_node_that_does_not_begin_leaves_nothing(
@@ -278,20 +286,24 @@ def test_a_node_that_does_not_begin_leaves_nothing(
 ) -> None:
     """No directory, no agent and no descriptor; of one that begins, the agent has the lock."""
     rng = random.Random(seed)
-    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
+    environ = {"UNIRUN_HOME": str(tmp_path), "HOME": "/here", "OF_THE_SHELL": "1"}
+    monkeypatch.setattr(os, "environ", environ)
     agent = FakeAgent(binds=rng.random() < 0.7)
     monkeypatch.setattr(node, "early_agent", lambda _: agent)
     script = tmp_path / "a.py"
     if there := rng.random() < 0.8:
         script.touch()
     roles = (RoleSpec("actor", 1, Entry("script", str(script))),)
-    task: dict[str, Any] = {"uid": "u1", "head": TcpAddress("127.0.0.1", 1, "h0")}
+    # A node that comes into a running job gets the job's variables.
+    env = {"OF_THE_JOB": "1"} if rng.random() < 0.5 else None
+    task: dict[str, Any] = {"uid": "u1", "head": TcpAddress("127.0.0.1", 1, "h0"), "env": env}
     word: Message = AgentTask(JobSpec("job", "run", roles, ("actor",)), "h1", ("h0",), str(tmp_path), **task)
     first = rng.choice((word, word, word, word, Dismissed("it is not needed"), None))
     last = rng.choice((Ready(), Ready(), Dismissed("another cannot take part"), None))
     launcher = FakeLauncher([first, last])
     before = os.listdir("/proc/self/fd")
     fits = first is word and there and agent.binds
+    wanted = dict(environ) if env is None else joined(environ, env)
     try:
         take_part(Invite(new_token().hex(), "h1", insecure=True), launcher)
     except UnirunError:
@@ -299,12 +311,41 @@ def test_a_node_that_does_not_begin_leaves_nothing(
     else:
         assert fits
         assert last == Ready()
+    if first is word and there:
+        assert agent.environ == wanted, "nothing of the shell gets into the job"
     begins = fits and last == Ready()
     assert (agent.goes_on, agent.ended) == (begins, not begins)
     assert job_at("run", "h1").path.exists() == begins
     assert len(os.listdir("/proc/self/fd")) == len(before)
     if first is word:
         assert [type(each) for each in launcher.told] == [Offer, Ready if fits else Dismissed]
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_a_node_ends_with_its_command_unless_that_is_to_detach(
+    detach: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
+    agent, head = FakeAgent(binds=True), TcpAddress("127.0.0.1", 1, "h0")
+    script = tmp_path / "a.py"
+    script.touch()
+    roles = (RoleSpec("actor", 1, Entry("script", str(script))),)
+    spec = JobSpec("job", "run", roles, ("actor",))
+    task = AgentTask(spec, "h1", ("h0",), str(tmp_path), uid="u1", head=head)
+    launcher = FakeLauncher([task, Ready()])
+    followed: list[str] = []
+
+    def stay(running: RunningJob, *, quiet: bool) -> int:
+        followed.append(running.node)
+        return 7
+
+    monkeypatch.setattr(node, "early_agent", lambda _: agent)
+    monkeypatch.setattr(node, "_reach", lambda *_: launcher)
+    monkeypatch.setattr(byhand, "stay", stay)
+    invite = Invite(new_token().hex(), "h1", head=head, insecure=True, detach=detach)
+    assert run_member(invite, timeout=1.0, quiet=True) == (0 if detach else 7)
+    assert agent.goes_on
+    assert (agent.owner, followed) == ((None, []) if detach else (os.getpid(), ["h1"]))
 
 
 class FakeHead:

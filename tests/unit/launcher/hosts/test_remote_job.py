@@ -12,7 +12,12 @@ import pytest
 from unirun.launcher.hosts import ssh
 from unirun.launcher.hosts.ssh import RemoteJob
 from unirun.observe.jobdir import JobDir
+from unirun.observe.status import JobStatus, write_status
+from unirun.rendezvous.creation import new_uid
 from unirun.spec.job import Entry, JobSpec, RoleSpec
+from unirun.wire.address import TcpAddress
+from unirun.wire.handshake import new_token
+from unirun.wire.messages import AgentTask, Invite
 
 SPEC = JobSpec("job", "run-1", (RoleSpec("actor", 1, Entry("script", "a.py")),), ("actor",))
 
@@ -80,3 +85,27 @@ def test_the_end_waits_for_a_host_until_it_is_complete_or_silent(job: RemoteJob,
     assert job.end() is None
     assert time.monotonic() - began < ssh.OUTPUT_DRAIN_TIMEOUT
     timer.join()
+
+
+def test_the_end_waits_for_no_host_that_the_job_has_lost(job: RemoteJob) -> None:
+    job.complete("h1")
+    job.silent("h2", True)
+    write_status(job.job, JobStatus("run-1", "job", "succeeded", "", 1.0, 2.0, 0, (), lost=("h3",)))
+    began = time.monotonic()
+    assert job.end() is None
+    assert time.monotonic() - began < ssh.OUTPUT_DRAIN_TIMEOUT
+
+
+@pytest.mark.parametrize("store", ["", "etcd://10.0.0.1:2379"])
+def test_masters_are_looked_for_in_a_store_of_several_hosts_and_else_on_the_head(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store knows where the next master is, when the host of the first one is lost."""
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
+    head = TcpAddress("10.0.0.1", 29400, "h1")
+    task = AgentTask(SPEC, "h1", ("h1",), uid=new_uid(), head=head, store=store)
+    invite = Invite(new_token().hex(), "command", insecure=True)
+    with ssh._own_directory(invite, task, None) as (made, _):
+        assert made.head == (None if store else head)
+        assert made.alive()
+    assert not made.alive()
