@@ -44,6 +44,7 @@ def test_scheduling_fields_of_other_launchers_are_known() -> None:
 def test_the_batch_jobs_own_settings() -> None:
     found = parse_slurm(["requeue=no,grace=120,output=logs/%j.out"])
     assert (found.requeue, found.grace, found.output) == (False, 120, "logs/%j.out")
+    assert parse_slurm(["grace=0"]).grace == 0, "it is told at its time limit"
 
 
 @pytest.mark.parametrize(
