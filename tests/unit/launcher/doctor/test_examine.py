@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import json
+from msgspec.structs import replace
 
+from tests.effort import seeds
 from tests.unit.launcher.doctor.sample_reports import FACTS
 from unirun.errors import RendezvousError
 from unirun.launcher.doctor import examine as examining
 from unirun.launcher.doctor.examine import ProbeClient, examine, here
-from unirun.launcher.doctor.judge import Examination, HostReport, JobResult, broken_links
-from unirun.launcher.doctor.probe import Inspect, Inspected, PortOpened
+from unirun.launcher.doctor.judge import Examination, HostReport, JobPlace, JobResult, Link, broken_links
+from unirun.launcher.doctor.probe import ImportTorch, Inspect, Inspected, PortOpened
 from unirun.launcher.hostlist import Host
 from unirun.wire.messages import Dismissed
 
@@ -169,3 +173,62 @@ def test_the_clock_of_a_host_is_known_within_its_uncertainty_by_the_soonest_answ
     assert clock is not None
     assert clock.uncertainty == pytest.approx(min(map(sum, trips)) / 2)
     assert abs(clock.offset - ahead) <= clock.uncertainty + 1e-6
+
+
+class Together:
+    """Hosts of which some cannot import torch, at once or later, end in the job, or do not reach the first one of it."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.names = [f"h{number}" for number in range(rng.randint(1, 5))]
+        self.torch = {name: rng.random() < 0.9 for name in self.names}
+        self.loads_until = {name: rng.choice((0, 1, 2, 9, 9, 9, 9)) for name in self.names}
+        self.alone = rng.choice((*self.names, "", "", ""))
+        self.ends = {name: rng.random() < 0.1 for name in self.names}
+        self.loaded = dict.fromkeys(self.names, 0)
+        self.unready: set[str] = set()
+        self.jobs: list[JobPlace] = []
+
+    async def ask(self, name: str, request: Any, *_: Any) -> Any:
+        if isinstance(request, ImportTorch):
+            self.loaded[name] += 1
+            if self.loaded[name] > self.loads_until[name]:
+                self.unready.add(name)
+                raise RendezvousError(f"{name} has no torch")
+            return PortOpened(5 if request.store else 0)
+        assert isinstance(request, JobPlace)
+        self.jobs.append(request)
+        assert request.hosts[request.rank] == name
+        if (
+            self.alone in request.hosts
+            and name != request.hosts[0]
+            and self.alone in (name, request.hosts[0])
+        ):
+            return JobResult(apart="timed out")
+        if self.ends[name]:
+            raise RendezvousError(f"{name} has ended")
+        links = tuple(Link(other, name, 0.5) for other in request.hosts if other != name)
+        return JobResult(links, seconds={"gloo": 0.5})
+
+
+@pytest.mark.parametrize("seed", seeds(200))
+def test_hosts_work_together_without_those_that_cannot_and_each_of_these_is_told(seed: int) -> None:
+    hosts = Together(random.Random(seed))
+    examiner = examining._Examiner([Host(name, name) for name in hosts.names], lambda _: [])
+    for name in hosts.names:
+        facts = FACTS if hosts.torch[name] else replace(FACTS, torch="")
+        examiner._reports[name] = HostReport(name, facts)
+        examiner._channels[name] = SimpleNamespace(ask=partial(hosts.ask, name))  # type: ignore[assignment]
+    asyncio.run(examiner.work_together(short=True))
+    last = hosts.jobs[-1].hosts if hosts.jobs else ()
+    if not hosts.unready.isdisjoint(last):
+        # They have run it, and then none could load torch again.
+        last = ()
+    problems = {name: f"{name} has no torch" for name in hosts.unready}
+    problems |= {name: f"{name} has ended" for name in last if hosts.ends[name]}
+    assert {problem for each in examiner.found.all_reduces for problem in each.problems.items()} == set(
+        problems.items()
+    )
+    worked = {name for name in last if name not in problems and name != hosts.alone}
+    assert {name for each in examiner.found.all_reduces for name in each.hosts} >= worked | problems.keys()
+    measured = {(each.source, each.target) for each in examiner.found.links if not each.problem}
+    assert measured == {(other, name) for name in worked for other in last if other != name}

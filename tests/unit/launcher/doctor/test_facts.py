@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 
 from unirun.launcher.doctor.probe import Inspect, Inspected, ProbeServer, own_address, read_facts
@@ -22,6 +23,15 @@ def test_the_facts_of_this_host() -> None:
     assert facts.python.count(".") == 1
     assert facts.torch
     assert facts.memory >= facts.shm > 0
+
+
+def test_the_limit_of_open_files_is_the_one_that_processes_get() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    try:
+        assert read_facts("lo", None).open_files == soft - 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_probe_looks_at_its_host_again_when_it_learns_how_the_head_is_reached() -> None:
