@@ -279,6 +279,8 @@ class TestAShareOfADevice:
         assert env_of(spec(), self.SHARED, CUDA_MPS_PIPE_DIRECTORY="/tmp/mps")[name] == "25"
         asked = spec(env={name: "60", "CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps"})
         assert env_of(asked, self.SHARED)[name] == "60"
+        least = env_of(spec(), replace(self.SHARED, share=0.001), CUDA_MPS_PIPE_DIRECTORY="/tmp/mps")
+        assert least[name] == "1", "0 is no limit that MPS takes"
 
 
 def test_a_rank_with_several_cpu_slots_has_as_many_threads() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,24 @@ def test_the_log_of_the_kernel_names_the_process_and_no_other(tmp_path: Path, no
     (tmp_path / "log").write_bytes(LOG)
     assert explain(4242, Kills(0, 7), now, tmp_path / "log") == OOM_KILLED
     assert explain(42, Kills(0, 7), now, tmp_path / "log") == ""
+
+
+def test_records_of_the_log_that_are_overwritten_while_it_is_read_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "log").touch()
+    records: list[bytes | OSError] = [b"booted", BrokenPipeError(), LOG, BrokenPipeError(), BlockingIOError()]
+
+    def read(handle: int, size: int) -> bytes:
+        record = records.pop(0)
+        if isinstance(record, OSError):
+            raise record
+        return record
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "read", read)
+        said = explain(4242, Kills(0, 7), Kills(0, 8), tmp_path / "log")
+    assert (said, records) == (OOM_KILLED, [])
 
 
 def test_without_the_log_a_kill_in_another_group_is_only_perhaps_that_of_the_process() -> None:

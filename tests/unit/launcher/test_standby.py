@@ -341,6 +341,53 @@ class TestWhenTheLeaderIsDead:
         assert run(fake_job, go) == tries
         assert started.deposing[-1] == "2"
 
+    @pytest.mark.starts_processes
+    def test_a_candidate_that_has_led_is_not_waited_for_when_its_term_is_over(
+        self, fake_job: FakeJob, started: StartedMasters, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its process may go on, as one that hangs."""
+        monkeypatch.setattr(standby, "DELAY", 0.01)
+        monkeypatch.setattr(standby, "PER_NODE_DELAY", 0.01)
+        monkeypatch.setattr(standby, "CANDIDATE_START_TIMEOUT", 10 * WAIT_TIMEOUT)
+        fake_job.leader().die()
+
+        async def go(watch: Standby) -> None:
+            finding = asyncio.ensure_future(watch.next(1, WAIT_TIMEOUT))
+            await started.until(1)
+            second = fake_job.leader("second", deposing=1)
+            _, stream = await finding
+            await stream.close()
+            second.die()
+            finding = asyncio.ensure_future(watch.next(2, WAIT_TIMEOUT))
+            await started.until(2)
+            finding.cancel()
+
+        run(fake_job, go)
+        assert started.deposing == ["1", "2"]
+
+    def test_a_master_that_cannot_be_reached_again_is_doubted(
+        self, fake_job: FakeJob, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        leader, doubts = fake_job.leader(), 0
+
+        def doubt() -> None:
+            nonlocal doubts
+            doubts += 1
+
+        async def go(watch: Standby) -> None:
+            _, stream = await watch.next(1, WAIT_TIMEOUT)
+            await stream.close()
+            monkeypatch.setattr(watch._masters, "doubt", doubt)
+            _, stream = await watch.again(1, WAIT_TIMEOUT)
+            await stream.close()
+            assert doubts == 0
+            leader.die()
+            with pytest.raises(RendezvousError):
+                await watch.again(1, WAIT_TIMEOUT)
+            assert doubts == 1
+
+        run(fake_job, go)
+
 
 class TestWhenNobodyLeads:
     @pytest.mark.starts_processes

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from unicodedata import category
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.launcher.foreground.terminal import _to_null, printable_lines
+from unirun.launcher.foreground.terminal import _to_null, outlast_user_signals, printable_lines
 from unirun.spec.read import printable
 
 
@@ -41,3 +42,25 @@ def test_a_stream_that_is_dropped_costs_no_descriptor() -> None:
     assert os.read(source, 1) == b"", "the pipe has no writer any more"
     os.close(sink)
     os.close(source)
+
+
+def test_signals_to_all_processes_of_a_job_do_nothing_and_ignored_ones_stay_ignored() -> None:
+    """One that the user's shell ignores is told from others by that, also when the streams are prepared twice."""
+
+    def own(*_: object) -> None:
+        pass
+
+    numbers = (signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        for first, second in ((signal.SIG_IGN, own), (signal.SIG_DFL, signal.SIG_IGN)):
+            signal.signal(signal.SIGUSR1, first)
+            signal.signal(signal.SIGUSR2, second)
+            for _ in range(2):
+                outlast_user_signals()
+                assert signal.getsignal(signal.SIGUSR2) is second
+                assert (signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN) == (first is signal.SIG_IGN)
+                os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
