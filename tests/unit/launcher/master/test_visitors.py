@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.unit.failover.job import Job
 from tests.unit.launcher.master.harness import MasterHarness, end_well, receive_until
+from unirun.errors import ConnectionLost
+from unirun.launcher.master.visitors import Visitors
 from unirun.values import WorkerId
 from unirun.wire.messages import Ended, View, Visit, Welcome, updated
-from unirun.wire.reports import FromWorker, Serving, ViewWanted
+from unirun.wire.reports import FromWorker, Message, Serving, ViewWanted
 
 SERVES = FromWorker(WorkerId("actor", 1, 0), Serving({"socket": "here"}, recoverable=True))
 
@@ -64,3 +70,35 @@ def test_a_visitor_that_leaves_changes_nothing(tmp_path: Path) -> None:
 
     assert harness.run(others) == []
     assert harness.status()["phase"] == "succeeded"
+
+
+class FakeStream:
+    """The stream of a visitor that says some words, and leaves."""
+
+    def __init__(self, *words: Message) -> None:
+        self.words, self.heard = [*words], list[Message]()
+
+    def send(self, message: Message) -> None:
+        self.heard.append(message)
+
+    def send_frame(self, frame: bytes) -> None:
+        raise AssertionError("it has left")
+
+    async def receive(self) -> Message:
+        if not self.words:
+            raise ConnectionLost("the visitor has left")
+        return self.words.pop(0)
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_visitor_that_comes_after_the_end_hears_of_it(over: bool) -> None:
+    """Nothing more would happen for which it could wait. One that has left is told nothing."""
+    job = Job({"actor": 1}).running()
+    if over:
+        job.exits("actor", 0)
+    visitors, stream = Visitors(lambda: job.state, lambda _: True), FakeStream(ViewWanted())
+    visitor: Any = stream
+    asyncio.run(visitors.follow(visitor))
+    expected = [Welcome, Ended, View] if over else [Welcome, View]
+    assert [type(each) for each in stream.heard] == expected
+    visitors.tell(Ended(0, "succeeded", ""))
