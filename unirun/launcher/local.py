@@ -378,7 +378,8 @@ class RunningJob:
     def stop_agents(self) -> None:
         """Let the agents end their workers and themselves."""
         if not self._stopping:
-            self._stopping = self._signal(signal.SIGTERM)
+            self._stopping = True
+            self._signal(signal.SIGTERM)
 
     def kill_agents(self) -> None:
         """End the agents that do not end; their workers end with them."""
@@ -410,12 +411,11 @@ class RunningJob:
     def _first_exit(self) -> int | None:
         return self._wait(self._first, 0.0) if self._first is not None else None
 
-    def _signal(self, signum: signal.Signals) -> bool:
-        """Send it to every agent that lives; whether there is one."""
-        living = [agent for agent in self._agents if self._wait(agent, 0.0) is None]
-        for agent in living:
-            os.kill(agent, signum)
-        return bool(living)
+    def _signal(self, signum: signal.Signals) -> None:
+        """Send it to every agent that lives."""
+        for agent in self._agents:
+            if self._wait(agent, 0.0) is None:
+                os.kill(agent, signum)
 
     def _wait(self, pid: int, timeout: float) -> int | None:
         """Wait for a child; its exit as a shell gives it, None while it lives."""

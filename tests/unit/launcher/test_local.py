@@ -99,7 +99,13 @@ def test_a_job_whose_first_master_cannot_lead_is_given_up() -> None:
 def test_a_job_is_given_up_a_moment_after_its_agents_have_ended() -> None:
     run("""
         local.ORPHANED_MASTER_TIMEOUT = 0.2
-        found = running(child(FOR_EVER), (ended(child("exit 0")),))
+        other = child(FOR_EVER)
+        found = running(child(FOR_EVER), (ended(child("exit 0")), other))
+        assert not found.given_up(led=True)
+        time.sleep(0.2)
+        assert not found.given_up(led=True), "one lives"
+        os.kill(other, signal.SIGKILL)
+        ended(other)
         began = time.monotonic()
         assert not found.given_up(led=True)
         until(lambda: found.given_up(led=True))

@@ -44,6 +44,26 @@ def test_it_may_be_named_by_a_variable_of_the_command_the_job_or_the_role(
     check_host(job(SCRIPT))
 
 
+def test_a_variable_of_the_role_counts_before_that_of_the_job_and_of_the_command(
+    writable: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = {"TMPDIR": str(writable)}, {"TMPDIR": "/nowhere"}
+    for command, of_job, of_role, fits in (
+        (good, {}, {}, True),
+        (good, bad, {}, False),
+        (bad, good, {}, True),
+        (good, good, bad, False),
+        (bad, bad, good, True),
+    ):
+        monkeypatch.setenv("TMPDIR", command["TMPDIR"])
+        spec = replace(job(replace(SCRIPT, env=of_role)), env=of_job)
+        if fits:
+            check_host(spec)
+        else:
+            with pytest.raises(JobError, match="/nowhere"):
+                check_host(spec)
+
+
 def test_the_working_directory_is_the_last_resort_as_it_is_pythons(writable: Path) -> None:
     check_host(job(replace(SCRIPT, cwd=str(writable))))
 

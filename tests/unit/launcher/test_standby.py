@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -12,15 +13,18 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 
+from tests.effort import seeds
+from tests.unit.launcher.instant_loop import InstantLoop
 from tests.unit.rendezvous.fake_master import FakeJob
 from tests.waiting import WAIT_TIMEOUT, eventually
-from unirun.errors import RendezvousError
+from unirun.errors import RendezvousError, WireError
 from unirun.launcher import standby
-from unirun.launcher.standby import Standby
+from unirun.launcher.standby import HeadFollower, Standby
 from unirun.rendezvous import election
 from unirun.rendezvous.election import campaign, job_prefix
 from unirun.wire.address import TcpAddress
@@ -543,3 +547,65 @@ def test_a_standby_retries_a_candidate_that_cannot_be_started(
         search.cancel()
 
     run(fake_job, go)
+
+
+class HeadElsewhere:
+    """Masters of a head, one after another, with pauses, each of which is connected to in simulated time."""
+
+    def __init__(self, rng: random.Random, loop: InstantLoop) -> None:
+        self._rng, self._loop = rng, loop
+        self.began = loop.time()
+        at = self.began + rng.choice((0.0, 0.0, 3.0, 30.0))
+        self.terms: list[tuple[float, float, int]] = []
+        for epoch in range(1, rng.randint(2, 5)):
+            end = at + rng.choice((1.0, 5.0, 20.0))
+            self.terms.append((at, end, epoch))
+            at = end + rng.choice((0.0, 0.5, 4.0))
+        self.streams: list[tuple[int, Any]] = []
+
+    async def appointed(self, *_: Any) -> tuple[int, Any]:
+        await asyncio.sleep(self._rng.choice((0.0, 0.01)))
+        epoch = next((epoch for at, end, epoch in self.terms if at <= self._loop.time() < end), None)
+        if epoch is None:
+            raise self._rng.choice((RendezvousError("nobody listens"), WireError("the stream has ended")))
+        self.streams.append((epoch, FakeStream()))
+        return self.streams[-1]
+
+
+class FakeStream:
+    closed = False
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("seed", seeds(60))
+def test_masters_on_a_head_elsewhere_are_followed_by_their_terms(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The present one is returned, unless it is older than the one that the agent knows. Only the first has a deadline."""
+    rng, loop = random.Random(seed), InstantLoop()
+    head = HeadElsewhere(rng, loop)
+    monkeypatch.setattr(standby, "appointed", head.appointed)
+    monkeypatch.setattr(standby, "time", SimpleNamespace(monotonic=loop.time))
+    follower: Any = HeadFollower(TcpAddress("10.0.0.1", 1, "h1"), None)  # type: ignore[arg-type]
+    known, patience = rng.randint(0, len(head.terms)), rng.choice((1.0, 10.0, 60.0))
+    first = next(at for at, end, epoch in head.terms if epoch >= known)
+    late = 2 * standby.MASTER_RETRY_INTERVAL
+    try:
+        epoch, stream = loop.run_until_complete(follower.next(known, patience))
+    except RendezvousError:
+        assert known == 0
+        assert first - head.began > patience - late
+        assert loop.time() - head.began == pytest.approx(patience, abs=late)
+    else:
+        assert epoch >= known
+        assert loop.time() <= first + late
+        assert [each.closed for _, each in head.streams] == [True] * (len(head.streams) - 1) + [False]
+        assert stream is head.streams[-1][1]
+        with pytest.raises(WireError, match="is over"):
+            loop.run_until_complete(follower.again(epoch + 1, 3.0))
+        assert head.streams[-1][1].closed
+        again, other = loop.run_until_complete(follower.again(epoch, 3.0))
+        assert (again, other.closed) == (epoch, False)
+    loop.end()

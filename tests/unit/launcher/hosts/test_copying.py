@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.unit.conftest import descriptors
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts import copying
 from unirun.launcher.hosts.copying import offsets_here, record_hosts, recorded_hosts
@@ -77,3 +81,66 @@ def test_of_several_processes_that_would_copy_one_does(home: Path, monkeypatch: 
     for number, path in descriptors().items():
         if path == str(job.lock):
             os.close(int(number))
+
+
+class FakePopen:
+    """The process that copies, which has the descriptors of the latest call of `subprocess.Popen`."""
+
+    kept: tuple[int, ...] = ()
+    started = 0
+
+    def __init__(self, command: list[str], *, pass_fds: list[int], **_: object) -> None:
+        type(self).started += 1
+        type(self).kept = tuple(map(os.dup, pass_fds))
+        assert command[4:] == ["mine", *map(str, pass_fds)]
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> type[FakePopen]:
+    class Fresh(FakePopen):
+        pass
+
+    def no_wait(*_: object) -> None:
+        raise AssertionError("it waits for what is there")
+
+    monkeypatch.setattr(copying, "subprocess", SimpleNamespace(Popen=Fresh, DEVNULL=-3))
+    monkeypatch.setattr(copying, "CATCH_UP_TIMEOUT", WAIT_TIMEOUT)
+    monkeypatch.setattr(copying, "gave_up", no_wait)
+    return Fresh
+
+
+def test_a_copy_is_current_when_the_process_that_copies_says_so_or_ends(
+    home: Path, process: type[FakePopen]
+) -> None:
+    job = copy(HEAD)
+    copying.make_current(job)
+    assert process.started == 0, "no host has files that are missing"
+    record_hosts(job, [Host("h1", "h1")])
+    lock = os.open(job.lock, os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    copying.make_current(job)
+    assert process.started == 0, "another process copies"
+    os.close(lock)
+
+    def says_so() -> None:
+        eventually(lambda: bool(process.kept), "it has started")
+        for handle in process.kept:
+            os.close(handle)
+
+    thread = threading.Thread(target=says_so)
+    thread.start()
+    copying.make_current(job)
+    thread.join()
+    assert process.started == 1
+
+
+def test_a_process_that_goes_on_copying_has_the_lock(home: Path, process: type[FakePopen]) -> None:
+    job = copy(HEAD)
+    lock = os.open(job.lock, os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    copying.copy_on(job, lock)
+    os.close(lock)
+    assert job.alive()
+    for handle in process.kept:
+        os.close(handle)
+    assert not job.alive()

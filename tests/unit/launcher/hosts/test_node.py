@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from unirun.launcher.hosts import node
 from unirun.launcher.hosts.node import missing, needs
 from unirun.spec.job import Entry, JobSpec, RoleSpec
+from unirun.wire.messages import AgentTask, EtcdMember, Invite
 
 
 def job(*roles: RoleSpec, **keys: Any) -> JobSpec:
@@ -75,3 +77,31 @@ def test_what_a_host_lacks_is_told_with_the_remedy(folder: Path, monkeypatch: py
         ),
         (f"{host} has no train on its PATH", "install it there, or give its path"),
     )
+
+
+@pytest.mark.parametrize(
+    ("connection", "addr"),
+    [
+        ("10.0.0.9 50022 10.0.0.5 22", "10.0.0.5"),
+        ("fe80::1%eth0 50022 fd00::5%eth0 22", "fd00::5"),
+        ("127.0.0.1 50022 127.0.0.1 22", "192.168.1.5"),
+        ("::1 50022 ::1 22", "192.168.1.5"),
+        ("", "192.168.1.5"),
+    ],
+)
+def test_a_node_has_the_address_by_which_the_command_has_reached_it(
+    monkeypatch: pytest.MonkeyPatch, connection: str, addr: str
+) -> None:
+    """Other hosts reach no loopback."""
+    monkeypatch.setattr(node, "reachable_address", lambda: "192.168.1.5")
+    monkeypatch.setenv("SSH_CONNECTION", connection)
+    assert node.own_address(Invite("", "h1")) == addr
+
+
+def test_a_certificate_names_the_addresses_of_its_own_node() -> None:
+    members = tuple(
+        EtcdMember(name, f"10.0.0.{number}", 2379, 2380) for number, name in enumerate(("h1", "h2"))
+    )
+    task = AgentTask(job(program("sleep")), "h2", ("h1",), etcd=members)
+    assert set(node.certified(task, "10.1.1.1")) == {"10.1.1.1", "10.0.0.1"}
+    assert node.certified(task, "10.0.0.1") == ("10.0.0.1",)

@@ -8,7 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from unirun.collocation import Inventory, parse_fake
+from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts import ssh
 from unirun.launcher.hosts.ssh import RemoteJob
 from unirun.observe.jobdir import JobDir
@@ -109,3 +112,16 @@ def test_masters_are_looked_for_in_a_store_of_several_hosts_and_else_on_the_head
         assert made.head == (None if store else head)
         assert made.alive()
     assert not made.alive()
+
+
+def test_the_user_cuts_the_devices_of_hosts_that_have_some_and_the_processors_of_the_others() -> None:
+    gpus, cpus = (
+        replace(parse_fake(f"fake:nodes=1,devices={count},cpus=8").nodes[0], name=name)
+        for count, name in ((4, "h1"), (0, "h2"))
+    )
+    inventory = Inventory((gpus, cpus))
+    hosts = [Host("h1", "h1", 2), Host("h2", "me@h2", 3)]
+    cut = ssh.allowed(hosts, inventory)
+    assert cut.nodes == (replace(gpus, devices=gpus.devices[:2]), replace(cpus, cpus=cpus.cpus[:3]))
+    assert ssh.allowed([replace(host, slots=None) for host in hosts], inventory) == inventory
+    assert ssh.allowed([replace(host, slots=99) for host in hosts], inventory) == inventory

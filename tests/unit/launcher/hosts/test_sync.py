@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import shutil
 import subprocess
 import tarfile
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import eventually
 from unirun.errors import RendezvousError
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts import copying
 from unirun.launcher.hosts.copying import directories_in, files_of, pack, send_tree, tree_of
+from unirun.launcher.process import process_has_ended
 
 pytestmark = pytest.mark.starts_processes
 
@@ -125,3 +128,17 @@ def test_hosts_know_this_tree_by_a_mark_that_is_gone_afterwards(
         asyncio.run(send_tree(hosts, tree))
     assert sorted(sent) == [("h1", before), ("h2", before)]
     assert files_of(tree) == before
+
+
+def test_ssh_does_not_outlive_a_tree_that_is_not_taken(
+    tree: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path_factory.mktemp("bin")
+    (folder / "ssh").write_text(f"#!/bin/sh\necho $$ >{folder}/pid\nexec sleep 100\n")
+    (folder / "ssh").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(copying, "TIMEOUT", 0.5)
+    with pytest.raises(RendezvousError, match="h1: the tree was not taken within 0.5 s"):
+        asyncio.run(send_tree([Host("h1", "h1")], tree))
+    pid = int((folder / "pid").read_text())
+    eventually(lambda: process_has_ended(pid), "it is killed")
