@@ -26,6 +26,7 @@ from unirun.launcher.events import AgentState, FromSpawner, Hung, Phase, ToMaste
 from unirun.launcher.hangs import ProgressWatch, innermost, progress_of, steps_again
 from unirun.launcher.imported import C10D
 from unirun.launcher.sampler import (
+    WINDOW_SECONDS,
     Sampler,
     arrivals_in,
     as_text,
@@ -47,7 +48,7 @@ from unirun.wire.progress import (
     Snapshot,
     read_page,
 )
-from unirun.wire.reports import Kill, Late, Message, Notice, Reaped, StepsAgain, Wait, WorkerExited
+from unirun.wire.reports import Arrivals, Kill, Late, Message, Notice, Reaped, StepsAgain, Wait, WorkerExited
 
 WHO = WorkerId("actor", 1, 0)
 
@@ -215,6 +216,30 @@ class TestTheSampler:
             waits.append(len(progress_of(WHO, read_page(number)).waits))
         assert waits == [0, 0, 1, 1, 0, 0]
         assert (read_page(number).beat, read_page(number).collectives) == (0, 6)
+
+    def test_the_arrivals_of_each_window_are_told_once_when_it_is_over(
+        self, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now, told = 6000.0, list[Arrivals]()
+        entries: list[dict[str, Any]] = []
+        clock = SimpleNamespace(time=lambda: now, monotonic=lambda: now, monotonic_ns=lambda: int(now * 1e9))
+        monkeypatch.setattr(sampler, "time", clock)
+        monkeypatch.setattr(sampler, "begun", lambda: {"0": len(entries)}.items())
+        monkeypatch.setattr(sampler, "recorded", lambda: {"entries": entries})
+        monkeypatch.setattr(sampler, "members", lambda: {"0": ""})
+        monkeypatch.setattr(sampler, "open_link", lambda _: SimpleNamespace(send=told.append))
+        sampling = Sampler(Page(mmap.mmap(number, PAGE_BYTES)), 60.0, tmp_path)
+        while now < 6000.0 + 4.5 * WINDOW_SECONDS:
+            entries.append({**entry(len(entries) + 1), "time_created_ns": int(now * 1e9)})
+            now += 5.0
+            sampling.look(now)
+            sampling.look(now)
+        first = int(6000.0 / WINDOW_SECONDS)
+        assert [each.window for each in told] == [first + past for past in range(4)]
+        for each in told:
+            began = each.window * WINDOW_SECONDS
+            assert [at for _, at in each.times] == [began + 5.0 * place for place in range(6)]
+        os.close(number)
 
     def test_without_torchs_numbers_a_rank_is_not_judged(
         self, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from unirun.launcher.environment import FRESH
 from unirun.launcher.orders import PRELOAD, Orders
+from unirun.launcher.timers import ENABLE
 from unirun.observe.jobdir import JobDir
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.wire.messages import AgentTask, StartRole, StartWorker
@@ -78,6 +79,26 @@ def test_workers_of_another_interpreter_are_not_forked() -> None:
     order = StartRole("actor", 0, 0, 1, 1, 0, 1, "127.0.0.1:1", (StartWorker(0, 0, 0),), "")
     (worker,) = which.launch(order).workers
     assert (worker.spawner, worker.request.fresh) == (FRESH, True)
+
+
+def test_each_process_that_is_launched_has_an_id_of_its_own() -> None:
+    made = orders(2, 1)
+    numbers = []
+    for restarts, (role, count) in enumerate((("actor", 2), ("critic", 1), ("actor", 2))):
+        members = tuple(StartWorker(rank, rank, restarts) for rank in range(count))
+        order = StartRole(role, restarts, 0, count, count, 0, 1, "127.0.0.1:1", members, "")
+        numbers += [(worker.id, worker.request.id) for worker in made.launch(order).workers]
+    assert numbers == [(number, number) for number in range(1, 6)]
+
+
+@pytest.mark.parametrize("which", [set(), {"actor"}, {"critic"}, {"actor", "critic"}])
+def test_timers_are_served_when_a_role_enables_them(which: set[str]) -> None:
+    roles = tuple(
+        RoleSpec(name, 1, Entry("script", "a.py"), env={ENABLE: "1"} if name in which else {})
+        for name in ("actor", "critic")
+    )
+    spec = JobSpec("job", "run-1", roles, ("actor",))
+    assert Orders(JOB, AgentTask(spec, "n0", ("n0",), "/", ""), {}).timers == bool(which)
 
 
 class TestARequest:

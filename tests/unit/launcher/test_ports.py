@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -142,3 +144,27 @@ class TestTakenPorts:
         accepted.close()
         client.close()
         assert is_free(low)
+
+
+@pytest.mark.parametrize(
+    ("number", "free"),
+    [
+        (errno.EADDRINUSE, False),
+        (errno.EACCES, False),
+        (errno.EAFNOSUPPORT, True),
+        (errno.EADDRNOTAVAIL, True),
+    ],
+)
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_a_port_that_this_user_may_not_have_is_not_free(
+    family: int, number: int, free: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host without IPv6 is none of that."""
+
+    class Refusing(socket.socket):
+        def bind(self, address: Any) -> None:
+            if self.family == family:
+                raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(socket, "socket", Refusing)
+    assert is_free(80) == free

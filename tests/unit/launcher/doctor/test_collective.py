@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 
 from unirun.launcher.doctor import collective
 from unirun.launcher.doctor.collective import HostsAtWork
-from unirun.launcher.doctor.judge import JobPlace
+from unirun.launcher.doctor.judge import JobPlace, Link
 
 SECONDS = 0.001
 """The time of one message."""
@@ -103,3 +104,67 @@ def test_nothing_is_left_of_the_file_by_which_hosts_see_what_they_share(
         assert broken
     assert all(store.there)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("me", [0, 1])
+@pytest.mark.parametrize("bandwidth", [False, True])
+def test_a_link_has_the_round_trip_that_this_host_has_begun_and_the_stream_that_came(
+    me: int, bandwidth: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[tuple[str, bool]] = []
+
+    def round_trip(_: object, peer: int, *, begins: bool) -> float:
+        assert peer == 1 - me
+        turns.append(("rtt", begins))
+        return 1.0 if begins else 9.0
+
+    def stream(_: object, peer: int, *, sends: bool) -> float:
+        turns.append(("stream", sends))
+        return 0.0 if sends else 5.0
+
+    monkeypatch.setattr(collective, "ProcessGroupGloo", lambda *_: object())
+    monkeypatch.setattr(collective, "PrefixStore", lambda *_: object())
+    monkeypatch.setattr(collective, "_round_trip", round_trip)
+    monkeypatch.setattr(collective, "_stream", stream)
+    store: Any = None
+    place = JobPlace((3, 7)[me], tuple(f"h{n}" for n in range(9)), "", 5, "", "", ("gloo",), bandwidth)
+    link = HostsAtWork(place, store)._link("pair/0/3", (3, 7))
+    names = ("h3", "h7")
+    assert link == Link(names[1 - me], names[me], 1.0, 5.0 if bandwidth else 0.0)
+    # The other host does the opposite at the same time.
+    assert [first for _, first in turns] == [me == turn for turn in (0, 1)] * (1 + bandwidth)
+
+
+class FewHosts(HostsAtWork):
+    """A host among others, of which the links to some are broken."""
+
+    def __init__(self, me: int, count: int, broken: set[int], keys: set[str]) -> None:
+        self.keys, self._broken, self.tried = keys, broken, list[int]()
+        store: Any = SimpleNamespace(check=lambda names: names[0] in keys, set=lambda name, _: keys.add(name))
+        hosts = tuple(f"h{n}" for n in range(count))
+        super().__init__(JobPlace(me, hosts, "", 5, "", "", ("gloo",), True), store)
+
+    def barrier(self, name: str) -> None:
+        pass
+
+    def _link(self, key: str, pair: tuple[int, int]) -> Link:
+        [other] = {*pair} - {self._me}
+        self.tried.append(other)
+        return Link(f"h{other}", f"h{self._me}", problem="timed out" if other in self._broken else "")
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_host_that_reaches_none_of_several_is_not_tried_further(seed: int) -> None:
+    rng = random.Random(seed)
+    count = rng.randint(2, 9)
+    me, others = 0, range(1, count)
+    broken = {each for each in others if rng.random() < rng.choice((0.5, 1.0))}
+    hopeless = {each for each in others if rng.random() < 0.2}
+    keys = {f"hopeless/{each}" for each in hopeless}
+    host = FewHosts(me, count, broken, keys)
+    links = host.links()
+    first = host.tried[: collective.HOPELESS]
+    given_up = len(first) == collective.HOPELESS and broken.issuperset(first)
+    assert (f"hopeless/{me}" in host.keys) == given_up
+    assert sorted(host.tried) == sorted(first if given_up else {*others} - hopeless)
+    assert len(links) == len(host.tried)

@@ -5,7 +5,17 @@ from __future__ import annotations
 import resource
 import socket
 
-from unirun.launcher.doctor.probe import Inspect, Inspected, ProbeServer, own_address, read_facts
+import pytest
+
+from unirun.launcher.doctor.probe import (
+    ImportTorch,
+    Inspect,
+    Inspected,
+    PortOpened,
+    ProbeServer,
+    own_address,
+    read_facts,
+)
 
 
 def test_the_address_is_that_of_the_named_interface() -> None:
@@ -45,3 +55,15 @@ def test_a_probe_looks_at_its_host_again_when_it_learns_how_the_head_is_reached(
     other = probe.answer(Inspect(None, "127.0.0.2"))
     assert isinstance(other, Inspected)
     assert (other.facts is first.facts, other.facts.address) == (False, own_address(None, "127.0.0.2"))
+
+
+def test_a_probe_keeps_the_store_of_its_latest_job_only() -> None:
+    """Another host may be the first of the next one."""
+    probe = ProbeServer()
+    probe.answer(Inspect("lo", None))
+    opened = probe.answer(ImportTorch(store=True))
+    assert isinstance(opened, PortOpened)
+    socket.create_connection(("127.0.0.1", opened.port)).close()
+    assert probe.answer(ImportTorch(store=False)) == PortOpened(0)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", opened.port))

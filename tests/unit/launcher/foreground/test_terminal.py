@@ -64,3 +64,12 @@ def test_signals_to_all_processes_of_a_job_do_nothing_and_ignored_ones_stay_igno
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+
+
+def test_a_closed_standard_stream_becomes_one_that_programs_inherit() -> None:
+    number = os.dup(0)
+    os.close(number)
+    _to_null(number)
+    assert os.get_inheritable(number)
+    assert os.path.samestat(os.fstat(number), os.stat(os.devnull))
+    os.close(number)

@@ -193,3 +193,31 @@ def test_nodes_meet_in_their_own_step_and_their_own_run(
         with pytest.raises(RendezvousError, match="has not said within 0.1 s where it is"):
             find(replace(STEP, **other), 0.1)
     assert not [*(tmp_path / "slurm").iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("address", "found"),
+    [
+        ("10.0.0.5", "10.0.0.5"),
+        ("127.0.1.1", "192.168.1.5"),
+        ("::1", "192.168.1.5"),
+        ("10.9.9.9", "192.168.1.5"),
+        ("", "192.168.1.5"),
+    ],
+)
+def test_a_head_is_at_the_address_of_its_name_if_others_reach_that(
+    address: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of a node is often one of loopback in its own /etc/hosts."""
+
+    def resolve(name: str) -> str:
+        assert name == "n1"
+        if not address:
+            raise RendezvousError("n1 has no address")
+        return address
+
+    monkeypatch.setattr(firstnode, "resolve", resolve)
+    monkeypatch.setattr(firstnode, "is_own", lambda addr: addr != "10.9.9.9")
+    monkeypatch.setattr(firstnode, "reachable_address", lambda: "192.168.1.5")
+    step = SlurmAllocation("12", "0", ("n1", "n2"), "n1", (0, 0))
+    assert firstnode.address_here(step) == found

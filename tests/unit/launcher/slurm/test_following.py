@@ -94,7 +94,7 @@ def test_a_batch_job_is_followed_to_its_end_or_until_slurm_is_away_for_long(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = Cluster(random.Random(seed))
-    signals = [*cluster.signals]
+    signals, handler = [*cluster.signals], signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(submit, "time", SimpleNamespace(monotonic=cluster.clock))
     monkeypatch.setattr(submit, "batch_state", cluster.state)
     monkeypatch.setattr(submit, "cancel", cluster.cancel)
@@ -104,6 +104,7 @@ def test_a_batch_job_is_followed_to_its_end_or_until_slurm_is_away_for_long(
     long = [begin for begin, end in cluster.outages if end - begin > SLURM_OUTAGE_TIMEOUT]
     try:
         code = follower.run()
+        assert signal.getsignal(signal.SIGINT) is handler
     except RendezvousError:
         assert long
         assert -LATE <= cluster.now - long[0] - SLURM_OUTAGE_TIMEOUT <= 2 * LATE
@@ -135,3 +136,26 @@ def test_output_of_a_batch_job_is_shown_whole_when_a_pipe_takes_a_part(
     monkeypatch.setattr(submit, "os", SimpleNamespace(write=write))
     Follower(JobDir(tmp_path), "12", quiet=True)._show(b"a line of output\n")
     assert shown == b"a line of output\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "kept"),
+    [
+        ("TERM TERM", "TERM"),
+        ("TERM INT", "TERM INT"),
+        ("INT TERM INT", "INT INT"),
+        ("INT INT INT", "INT INT INT"),
+    ],
+)
+def test_only_an_interrupt_after_a_signal_hurries(sent: str, kept: str, tmp_path: Path) -> None:
+    """Slurm and supervisors send SIGTERM several times."""
+    follower = Follower(JobDir(tmp_path), "12", quiet=True)
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with follower._catching():
+        for name in sent.split():
+            follower._woken.clear()
+            count = len(follower._signals)
+            signal.raise_signal(signal.Signals[f"SIG{name}"])
+            assert follower._woken.is_set() == (len(follower._signals) > count)
+    assert follower._signals == [signal.Signals[f"SIG{name}"] for name in kept.split()]
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+import pytest
+
+from unirun.errors import JobError
+from unirun.launcher.slurm import submit as submitting
 from unirun.launcher.slurm.options import parse_slurm
-from unirun.launcher.slurm.submit import environment_of
+from unirun.launcher.slurm.submit import SCRIPT, batch_of, batch_script, environment_of, submit
+from unirun.rendezvous.creation import create_job
+from unirun.spec.job import Entry, JobSpec, RoleSpec
+from unirun.wire.handshake import new_token
 
 OWN = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "UNIRUN_HOME": "/home"}
 
@@ -41,3 +51,29 @@ def test_a_default_that_would_replace_what_the_script_says_is_left_out() -> None
     kept = {"SBATCH_QOS": "high"}
     options = parse_slurm(["partition=cpu,time=5,mem=1G"])
     assert environment_of(options, OWN | defaults | kept) == OWN | kept
+
+
+def test_a_job_that_runs_is_not_submitted_again_and_one_that_has_ended_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
+    asked: list[tuple[str, ...]] = []
+
+    def ask(*words: str, **_: object) -> str:
+        asked.append(words)
+        return "12;cluster\n"
+
+    monkeypatch.setattr(submitting, "ask_slurm", ask)
+    spec = JobSpec("job", "run-1", (RoleSpec("actor", 1, Entry("script", "a.py")),), ("actor",))
+    options = parse_slurm(["nodes=1"])
+    batch = batch_of(spec, options, ("a.py",), ("unirun",))
+    job, lock = create_job("run-1", new_token())
+    with pytest.raises(JobError, match="job run-1 is running"):
+        submit(spec, options, batch, lambda _: None)
+    assert (asked, (job.path / "token").exists()) == ([], True)
+    os.close(lock)
+    made, number = submit(spec, options, batch, lambda _: None)
+    assert (made.path, number) == (job.path, "12")
+    assert asked == [("sbatch", "--parsable", str(job.batch / SCRIPT))]
+    assert not (job.path / "token").exists()
+    assert (job.batch / SCRIPT).read_text() == batch_script(options, batch)

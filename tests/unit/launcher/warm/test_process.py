@@ -6,7 +6,9 @@ import ctypes
 import importlib
 import mmap
 import os
+import selectors
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 
 from tests.unit.conftest import descriptors
 from unirun.launcher.warm import process
-from unirun.launcher.warm.process import LOADED_FILES_POLL_INTERVAL, WarmProcess, _Noting, leave_code
+from unirun.launcher.warm.process import LOADED_FILES_POLL_INTERVAL, STALE, WarmProcess, _Noting, leave_code
 
 
 def of_files() -> int:
@@ -161,3 +163,35 @@ def test_a_fork_has_no_descriptor_of_the_warm_process(tmp_path: Path) -> None:
     warm._forget()
     signal.signal(signal.SIGTERM, handler)
     assert descriptors() == before
+
+
+class Ending(WarmProcess):
+    """A warm process whose end is an error."""
+
+    def _end(self) -> NoReturn:
+        raise Over
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize("end", [0, 1, STALE, -STALE])
+def test_a_warm_process_ends_when_a_fork_has_found_other_files_and_not_when_one_fails(
+    end: int, tmp_path: Path
+) -> None:
+    """Agents may go away while they are served; the signal that has killed a fork is no exit code."""
+    handler = signal.getsignal(signal.SIGTERM)
+    warm = Ending(tmp_path, 1.0, 0, SameFiles())  # type: ignore[arg-type]
+    signal.signal(signal.SIGTERM, handler)
+    how = f"os._exit({end})" if end >= 0 else f"os.kill(os.getpid(), {-end})"
+    pid = os.posix_spawn(sys.executable, ["python", "-S", "-c", f"import os; {how}"], os.environ)
+    handle = os.pidfd_open(pid)
+    warm._guards.add(handle)
+    warm._selector.register(handle, selectors.EVENT_READ, handle)
+    if end == STALE:
+        with pytest.raises(Over):
+            warm._reap(handle)
+    else:
+        warm._reap(handle)
+    assert not warm._guards
+    assert handle not in warm._selector.get_map()
+    warm._selector.close()
+    warm._listener.close()
