@@ -232,3 +232,33 @@ def test_hosts_work_together_without_those_that_cannot_and_each_of_these_is_told
     assert {name for each in examiner.found.all_reduces for name in each.hosts} >= worked | problems.keys()
     measured = {(each.source, each.target) for each in examiner.found.links if not each.problem}
     assert measured == {(other, name) for name in worked for other in last if other != name}
+
+
+@pytest.mark.parametrize("unreached", [(), ("h1",), ("h2",), ("h1", "h2"), ("h1", "h2", "h3")])
+@pytest.mark.parametrize("interface", [None, "ib0"])
+def test_the_first_host_that_is_reached_is_the_one_to_which_the_others_find_their_way(
+    interface: str | None, unreached: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, list[Inspect]] = {}
+
+    class Probe:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def ask(self, request: Inspect, *_: Any) -> Inspected:
+            asked.setdefault(self.name, []).append(request)
+            return Inspected(replace(FACTS, address=f"10.0.0.{self.name[1]}"), 5.0)
+
+    async def start(host: Host, _: object) -> Probe:
+        if host.name in unreached:
+            raise RendezvousError(f"no route to {host.name}")
+        return Probe(host.name)
+
+    monkeypatch.setattr(examining, "ProbeClient", SimpleNamespace(start=start))
+    examiner = examining._Examiner([Host(name, name) for name in ("h1", "h2", "h3")], lambda _: [])
+    asyncio.run(examiner.look(interface))
+    first, *others = [name for name in ("h1", "h2", "h3") if name not in unreached] or [""]
+    again = [] if interface else [Inspect(None, f"10.0.0.{first[-1:]}")]
+    expected = {first: [Inspect(interface, None)]} if first else {}
+    assert asked == expected | {name: [Inspect(interface, None), *again] for name in others}
+    assert [host.name for host in examiner.found.hosts if host.problem] == [*unreached]

@@ -8,8 +8,10 @@ import mmap
 import os
 import selectors
 import signal
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +24,8 @@ from hypothesis import strategies as st
 from tests.unit.conftest import descriptors
 from unirun.launcher.warm import process
 from unirun.launcher.warm.process import LOADED_FILES_POLL_INTERVAL, STALE, WarmProcess, _Noting, leave_code
+
+ROOT = Path(__file__).parents[4]
 
 
 def of_files() -> int:
@@ -195,3 +199,34 @@ def test_a_warm_process_ends_when_a_fork_has_found_other_files_and_not_when_one_
     assert handle not in warm._selector.get_map()
     warm._selector.close()
     warm._listener.close()
+
+
+PREPARE = """
+import sys
+from unirun.launcher.warm.process import prepare
+description, _, _ = prepare(sys.argv[1:], 1.0)
+print(description.names is None, "ITS_OWN" in (description.names or ()), "ITS_OWN" in description.variables)
+print("OF_THE_SHELL" in description.variables, type(__import__("os").environ).__name__)
+"""
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("", "False False False\nFalse _Environ"),
+        ("os.environ.get('ITS_OWN')", "False True True\nFalse _Environ"),
+        # Any of them may count for what it does with them.
+        ("dict(os.environ)", "True False True\nTrue _Environ"),
+        ("[*os.environ]; os.environ.get('ITS_OWN')", "True False True\nTrue _Environ"),
+    ],
+)
+def test_variables_count_that_a_preloaded_module_has_read(tmp_path: Path, code: str, told: str) -> None:
+    (tmp_path / "mine.py").write_text(f"import os\n{code}\n")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "ITS_OWN": "1", "OF_THE_SHELL": "2"}
+    # A file that is as old as the process may have changed while it was loaded.
+    time.sleep(0.05)
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", PREPARE, "mine"], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == told, done.stderr
