@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.descriptors import no_descriptor_is_left
 from tests.waiting import eventually_async
 from unirun.launcher.master import notifying
 from unirun.launcher.master.notifying import Notifier, Occasions
 from unirun.observe.events import LoggedEvent
-
-__all__ = ["no_descriptor_is_left"]
 
 
 def event(kind: str, about: str = "", **details: str) -> LoggedEvent:
