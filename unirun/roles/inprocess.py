@@ -47,10 +47,16 @@ _lock = threading.Lock()
 
 class _InprocConnection:
     def __init__(
-        self, server: InprocTransport, handler: Handler, executor: Scheduler, broken: Callable[[str], None]
+        self,
+        caller: InprocTransport,
+        server: InprocTransport,
+        handler: Handler,
+        broken: Callable[[str], None],
     ) -> None:
-        self._server, self._handler, self._executor, self._broken = server, handler, executor, broken
+        self._caller, self._server, self._handler, self._broken = caller, server, handler, broken
+        self._executor = caller.executor
         self._open = True
+        caller.opened.add(self)
         server.connections.add(self)
 
     def call(self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None) -> None:
@@ -66,6 +72,7 @@ class _InprocConnection:
 
     def close(self) -> None:
         self._open = False
+        self._caller.opened.discard(self)
         self._server.connections.discard(self)
 
     def cut(self, reason: str) -> None:
@@ -85,7 +92,8 @@ class InprocTransport:
         self._handlers: dict[str, Handler] = {}
         self.connections: set[_InprocConnection] = set()
         """Those of callers."""
-        self._own: list[_InprocConnection] = []
+        self.opened: set[_InprocConnection] = set()
+        """Those to other workers."""
 
     def inbox(self) -> Inbox:
         """A plain queue."""
@@ -107,9 +115,7 @@ class InprocTransport:
             server = _servers.get(endpoint)
             if server is None or name not in server._handlers:
                 raise ChannelError(f"{peer} is not there", "it has ended")
-            connection = _InprocConnection(server, server._handlers[name], self.executor, broken)
-        self._own.append(connection)
-        return connection
+            return _InprocConnection(self, server, server._handlers[name], broken)
 
     def is_here(self, endpoint: str) -> bool:
         """Memory is copied here, never lent."""
@@ -121,7 +127,7 @@ class InprocTransport:
             _servers.pop(self._endpoint, None)
         for connection in list(self.connections):
             connection.cut("the worker has ended")
-        for connection in self._own:
+        for connection in list(self.opened):
             connection.close()
         self.executor.close()
 

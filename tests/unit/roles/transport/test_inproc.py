@@ -43,6 +43,7 @@ def test_a_cut_inproc_channel_can_be_opened_again_until_the_worker_ends() -> Non
     for connection in list(inprocess._servers[endpoint].connections):
         connection.cut("interrupted")
     assert news.get(timeout=WAIT_TIMEOUT) == "interrupted"
+    assert not client.opened
     answers: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
     connection.call(Parcel(b"over a broken connection"), answers.put)
     again = client.connect(ME, endpoint, news.put)
@@ -62,6 +63,8 @@ def test_a_channel_that_is_closed_says_nothing_any_more() -> None:
     connection = client.connect(ME, server.serve(ME, echo), news.put)
     connection.close()
     connection.close()
+    assert not client.opened
+    assert not server.connections
     server.close()
     client.close()
     assert news.empty()
