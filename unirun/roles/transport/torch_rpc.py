@@ -12,7 +12,7 @@ import socket
 import stat
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -223,6 +223,14 @@ _serving: TorchTransport | None = None
 """The transport that takes the requests of this process."""
 
 
+class _Incoming:
+    """The requests over the latest `connection` of a rank: the number of the `next` one, those that came `early`."""
+
+    def __init__(self, connection: tuple[int, int]) -> None:
+        self.connection, self.next = connection, 0
+        self.early: dict[int, tuple[Parcel, Reply]] = {}
+
+
 class TorchTransport:
     """The transport over the RPC agent of this process, of which torch has one."""
 
@@ -236,9 +244,9 @@ class TorchTransport:
         self._guard: threading.Thread | None = None
         # Held while the handler runs, which returns soon.
         self._receiving = threading.Lock()
-        # The number of the next request of each connection, and the requests that came before it.
-        self._next: dict[str, int] = defaultdict(int)
-        self._early: dict[tuple[str, int], tuple[Parcel, Reply]] = {}
+        self._connections = itertools.count()
+        # By rank, as a process has one connection at a time to another.
+        self._incoming: dict[str, _Incoming] = {}
         self._handler: Handler
 
     def inbox(self) -> Inbox:
@@ -261,12 +269,20 @@ class TorchTransport:
         self._guard.start()
         return endpoint
 
-    def take(self, name: str, number: int, parcel: Parcel, reply: Reply) -> None:
-        """Pass requests on in the order of their connection, as the agent's threads may overtake each other."""
+    def take(self, caller: str, connection: int, number: int, parcel: Parcel, reply: Reply) -> None:
+        """Pass requests on in the order of their connection, as the agent's threads may overtake each other. What
+        comes of an earlier connection than the latest is dropped: it is over, and open calls are sent again."""
+        rank, _, incarnation = caller.rpartition(":")
+        latest = int(incarnation), connection
         with self._receiving:
-            self._early[name, number] = parcel, reply
-            while (request := self._early.pop((name, self._next[name]), None)) is not None:
-                self._next[name] += 1
+            incoming = self._incoming.get(rank)
+            if incoming is None or incoming.connection < latest:
+                incoming = self._incoming[rank] = _Incoming(latest)
+            elif latest < incoming.connection:
+                return
+            incoming.early[number] = parcel, reply
+            while (request := incoming.early.pop(incoming.next, None)) is not None:
+                incoming.next += 1
                 self._handler(*request)
 
     def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Connection:
@@ -275,7 +291,7 @@ class TorchTransport:
             worker = self._agent.connect(peer, endpoint)
         except RuntimeError as error:
             raise ChannelError(f"{peer} cannot be reached: {error}") from error
-        return _RpcConnection(worker, f"{self._agent.name} to {worker.name}", broken, self._executor)
+        return _RpcConnection(worker, self._agent.name, next(self._connections), broken, self._executor)
 
     def close(self) -> None:
         """Shut the agent down; open calls fail in the peers at once."""
@@ -288,8 +304,10 @@ class TorchTransport:
 
 
 class _RpcConnection:
-    def __init__(self, worker: Any, name: str, broken: Callable[[str], None], executor: Scheduler) -> None:
-        self._worker, self._name, self._broken, self._executor = worker, name, broken, executor
+    def __init__(
+        self, worker: Any, caller: str, number: int, broken: Callable[[str], None], executor: Scheduler
+    ) -> None:
+        self._worker, self._from, self._broken, self._executor = worker, (caller, number), broken, executor
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._open = True
@@ -299,7 +317,7 @@ class _RpcConnection:
     ) -> Wait | None:
         try:
             with self._lock:
-                future = _ask(self._worker, self._name, next(self._numbers), _form(parcel))
+                future = _ask(self._worker, *self._from, next(self._numbers), _form(parcel))
         except RuntimeError as error:
             self._break(str(error))
             return None
@@ -355,10 +373,11 @@ class _RpcConnection:
 _api: Any = rpc.api
 
 
-def _ask(worker: Any, name: str, number: int, form: Form) -> torch.futures.Future[Form]:
-    """``rpc.rpc_async(worker, _enter, (name, number, *form), timeout=0)`` without its checks (for torch's own functions
-    and for a profiler), which take half of the time of a call in the calling thread."""
-    pickled, tensors = rpc.internal.serialize(rpc.internal.PythonUDF(_enter, (name, number, *form), {}))
+def _ask(worker: Any, caller: str, connection: int, number: int, form: Form) -> torch.futures.Future[Form]:
+    """``rpc.rpc_async(worker, _enter, (…), timeout=0)`` without its checks (for torch's own functions and for a
+    profiler), which take half of the time of a call in the calling thread."""
+    given = (caller, connection, number, *form)
+    pickled, tensors = rpc.internal.serialize(rpc.internal.PythonUDF(_enter, given, {}))
     future: torch.futures.Future[Form] = _api._invoke_rpc_python_udf(worker, pickled, tensors, 0, True)
     return future
 
@@ -397,11 +416,12 @@ def _parcel(form: Form) -> Parcel:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _enter(name: str, number: int, *form: Any) -> torch.futures.Future[Form]:
+def _enter(caller: str, connection: int, number: int, *form: Any) -> torch.futures.Future[Form]:
     """Runs in the called process, in a thread of its agent."""
     future: torch.futures.Future[Form] = torch.futures.Future()
     if _serving is None:
         future.set_exception(RuntimeError("this process does not serve calls"))  # type: ignore[arg-type]
         return future
-    _serving.take(name, number, _parcel(form), lambda reply: future.set_result(_form(reply)))
+    parcel = _parcel(form)
+    _serving.take(caller, connection, number, parcel, lambda reply: future.set_result(_form(reply)))
     return future

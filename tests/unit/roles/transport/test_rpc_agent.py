@@ -52,17 +52,32 @@ def test_each_worker_has_a_number_that_no_other_has_had_and_the_first_that_of_it
     assert {rank: numbers[ranks.index(rank)] for rank in ranks} == {rank: rank for rank in ranks}
 
 
-@given(st.permutations([(name, number) for name in "ab" for number in range(4)]))
-def test_requests_are_taken_in_the_order_of_their_connection_and_none_is_kept(
-    order: list[tuple[str, int]],
+REQUESTS = [
+    (who, connection, number)
+    for who in ("a:0:0", "a:0:1", "b:1:0")
+    for connection in (0, 9)
+    for number in (0, 1)
+]
+
+
+@given(st.permutations(REQUESTS))
+def test_requests_are_taken_in_the_order_of_their_connection_and_the_latest_of_each_rank_alone_is_known(
+    order: list[tuple[str, int, int]],
 ) -> None:
+    """They may come in any order. A request of a connection that is over is sent again over the next one."""
     agent: Any = None
-    transport, taken = TorchTransport(agent), list[tuple[str, int]]()
-    transport._handler = lambda parcel, _: taken.append((chr(parcel.head[0]), parcel.head[1]))
-    for name, number in order:
-        transport.take(name, number, Parcel(bytes((ord(name), number))), lambda _: None)
-    assert [[number for name, number in taken if name == each] for each in "ab"] == [[*range(4)]] * 2
-    assert not transport._early
+    transport, taken, came = TorchTransport(agent), list[tuple[str, int, int]](), list[tuple[str, int]]()
+    for each in order:
+        transport._handler = lambda parcel, _: taken.append(order[parcel.head[0]])
+        transport.take(*each, Parcel(bytes([order.index(each)])), lambda _: None)
+        came.append(each[:2])
+        over = [other for other in came if other[0][0] == each[0][0] and other > each[:2]]
+        assert not (over and each in taken)
+    for who, connection in {each[:2] for each in order}:
+        numbers = [number for *place, number in taken if place == [who, connection]]
+        assert numbers == [*range(len(numbers))]
+    assert [each for each in REQUESTS if each[:2] in (("a:0:1", 9), ("b:1:0", 9)) and each not in taken] == []
+    assert {rank: incoming.early for rank, incoming in transport._incoming.items()} == {"a:0": {}, "b:1": {}}
 
 
 def test_an_agent_that_was_closed_is_closed_once() -> None:
