@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -331,6 +332,7 @@ class GroupForge:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._groups: dict[tuple[tuple[RankSet, ...], str], Formed] = {}
+        self._aborted: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
         peers.when_changed(self._end_outdated)
 
     def group(self, rank_sets: tuple[RankSet, ...], backend: str | None, timeout: timedelta) -> ProcessGroup:
@@ -381,8 +383,9 @@ class GroupForge:
         """Called after each view: end groups of earlier generations, so that threads that wait in them fail."""
         end_outdated()
         for (_, backend), (infos, pg, _) in list(self._groups.items()):
-            if self._outdated(infos) and "nccl" in backend:
+            if self._outdated(infos) and "nccl" in backend and pg not in self._aborted:
                 # NCCL has other connections than sockets; `abort` ends all of them.
+                self._aborted.add(pg)
                 threading.Thread(target=pg.abort, name="unirun-abort", daemon=True).start()
 
     def _outdated(self, infos: Infos) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -140,6 +141,33 @@ def test_a_group_is_kept_as_long_as_its_generations(
     again = group_of(forge)
     assert again is not group
     assert sum_of(again, peer.result(WAIT_TIMEOUT)) == 3
+
+
+class OverNccl:
+    """A group over NCCL."""
+
+    def __init__(self) -> None:
+        self.aborted: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+
+    def abort(self) -> None:
+        """End its connections."""
+        self.aborted.put(threading.current_thread())
+
+
+def test_a_group_over_nccl_whose_generations_are_over_is_aborted_once(
+    actor: Actor, forge: GroupForge
+) -> None:
+    """It is kept until its members meet again, and more views may come before."""
+    sets, group = tuple(map(RankSet.parse, ROLES)), OverNccl()
+    kept: Any = group
+    forge._groups[sets, "cpu:gloo,cuda:nccl"] = forge._infos(sets), kept, []
+    actor.role_has("actor", 0, "reforming")
+    assert group.aborted.empty()
+    for generation in (1, 2, 3):
+        actor.role_has("rollout", generation)
+    group.aborted.get(timeout=WAIT_TIMEOUT).join(WAIT_TIMEOUT)
+    assert not [each for each in threading.enumerate() if each.name == "unirun-abort"]
+    assert group.aborted.empty()
 
 
 def test_the_others_of_a_broken_group_learn_of_it_before_its_next_generation(
