@@ -31,6 +31,8 @@ class RecordingConnection:
         self.requests: list[Request] = []
         self._unsendable = unsendable
         self.waiting: dict[int, Callable[[Parcel], None]] = {}
+        self.patient: list[int] = []
+        """The calls for whose answers the calling thread waits."""
         self._broken, self.open, self._closed = broken, True, False
 
     def cut(self) -> None:
@@ -48,6 +50,8 @@ class RecordingConnection:
         if not self.open:
             return
         self.requests.append(request)
+        if patience is not None:
+            self.patient.append(request.seq)
         if request.method not in (ACK.decode(), GIVE_UP.decode()):
             self.waiting[request.seq] = done
 
@@ -83,14 +87,14 @@ class Network:
 
 
 def call_of(seq: int, joint: bool = False, generation: int = 0, body: bytes = b"") -> Any:
-    """As much of a `Call` as a connection looks at."""
+    """As much of a `Call` as a connection looks at. The thread that makes it waits for the answer."""
     return SimpleNamespace(
         seq=seq,
         joint=joint,
         generation=generation,
         prepared=SimpleNamespace(wire=b"step"),
         parcel=lambda index: Parcel(body),
-        patience=None,
+        patience=5.0,
         fetch=None,
     )
 
@@ -248,6 +252,8 @@ class Calls(RuleBasedStateMachine):
         due = iter(self.due)
         assert all(seq in due for seq in acked), "an ack without an answer, twice, or out of order"
         assert len(self.connection) == len(self.open)
+        waited = [seq for line in self.network.lines for seq in line.patient]
+        assert len({*waited}) == len(waited), "a thread waits again, and it is not the one that sends again"
 
     @invariant()
     def calls_that_are_sent_again_keep_their_order(self) -> None:
@@ -293,7 +299,9 @@ def test_calls_that_came_out_of_order_are_sent_again_in_the_order_of_their_numbe
     assert [request.seq for request in first.requests] == seqs
     first.cut()
     machine.settle()
-    assert [request.seq for request in machine.network.lines[1].requests] == [1, 2, 3, 4, 5]
+    again = machine.network.lines[1]
+    assert [request.seq for request in again.requests] == [1, 2, 3, 4, 5]
+    assert not again.patient, "whoever sends a call again does not wait for its answer"
 
 
 def test_who_cannot_be_reached_is_tried_again_at_growing_intervals() -> None:

@@ -9,17 +9,20 @@ import ssl
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.unit.wire.endpoints import credentials_in
-from tests.waiting import WAIT_TIMEOUT
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import FrameError
 from unirun.roles.transport.frames import INLINE, REPLY, REQUEST
 from unirun.roles.transport.protocol import Parcel
 from unirun.roles.transport.sockets import BATCH, FrameSocket, TlsFrameSocket
+from unirun.roles.transport.stripes import STRIPED
 from unirun.wire.credentials import server_name
 from unirun.wire.handshake import new_token
 from unirun.wire.sockets import listen_tcp, shut
@@ -113,13 +116,18 @@ def test_a_parcel_arrives(ends: tuple[End, End], sizes: tuple[int, ...]) -> None
 
 
 def test_far_more_than_a_socket_takes_is_sent_bit_by_bit_and_in_order(ends: tuple[End, End]) -> None:
-    sent = [parcel(bytes([n]) * 100_000, 1000, (n % 3) * INLINE, value=n) for n in range(1, 60)]
+    sent = [
+        # The socket takes a part of the first one.
+        parcel(bytes([n]) * (100_000 if n else 1_000_000), 1000, (n + 1) % 3 * INLINE, value=n)
+        for n in range(60)
+    ]
     for number, each in enumerate(sent):
         ends[0].send(number, each)
     assert ends[0].wants, "and nobody has waited for it"
     found = receive(*ends, len(sent))
     assert [tag for tag, _ in found] == list(range(len(sent)))
     assert all(same(a, b) for (_, a), b in zip(found, sent, strict=True))
+    assert not ends[1].connection._handles, "a descriptor came twice"
     ends[0].connection.flush()
     assert not ends[0].wants
 
@@ -202,6 +210,40 @@ def test_buffers_that_are_kept_may_be_changed_before_they_are_sent(ends: tuple[E
     memory[:] = bytes(len(memory))
     ((_, found),) = receive(*ends, 1)
     assert bytes(found.buffers[0]) == b"x" * len(memory)
+
+
+@pytest.mark.parametrize("pair", ["tls"], indirect=True)
+def test_frames_wait_for_the_stripes_of_all_that_were_sent(ends: tuple[End, End]) -> None:
+    """One connection carries the stripes of three frames, one after the other."""
+    sending, receiving = socket.socketpair()
+    connection: Any = ends[0].connection
+    put, written = connection.put, list[int]()
+
+    def noted_put(data: memoryview, handle: int | None = None) -> int:
+        written.append(len(data))
+        count: int = put(data, handle)
+        return count
+
+    connection.put = noted_put
+    sender = threading.Thread(target=partial(connection.stripes.run, sending, sends=True))
+    sender.start()
+    eventually(lambda: connection.stripes._queues, "the connection for stripes is used")
+    sent = [parcel(b"striped", STRIPED, value=number) for number in range(3)]
+    for number, each in enumerate(sent):
+        ends[0].send(number, each)
+    receiving.settimeout(WAIT_TIMEOUT)
+    come = 0
+    for _ in sent:
+        # The stripe that follows begins when what is to happen after the one before has happened.
+        come += len(receiving.recv(1))
+        assert not written, "a frame is written before its stripe has come"
+        while come % (STRIPED + 32):
+            come += len(receiving.recv(1 << 20))
+        receiving.send(b"\0")
+    eventually(lambda: len(written) == len(sent), "all frames are written")
+    connection.close()
+    receiving.close()
+    sender.join(WAIT_TIMEOUT)
 
 
 def test_a_connection_of_tls_that_has_ended_writes_nothing_in_the_clear(ends: tuple[End, End]) -> None:

@@ -196,6 +196,21 @@ def test_a_frame_for_which_there_is_no_memory_is_refused() -> None:
         parse([encode_header(REQUEST, 1, 0, [MAX_INLINE, 1])], MAX_INLINE)
 
 
+def test_the_room_for_a_large_head_is_given_back() -> None:
+    parser = FrameParser()
+    usual, head = len(parser.space()), b"x" * (4 << 20)
+    left = memoryview(bytes_of(inline_frame(REQUEST, 1, head, [])))
+    found = list[Frame]()
+    while left:
+        space = parser.space()
+        part = left[: len(space)]
+        space[: len(part)] = part
+        found += parser.received(len(part))
+        left = left[len(part) :]
+    assert [frame.head for frame in found] == [head]
+    assert len(parser.space()) == usual
+
+
 def test_more_buffers_than_two_bytes_can_count() -> None:
     frame = Frame(REQUEST, 1, b"head", tuple(range(70_000)), (), 5)
     assert parse([bytes_of(frame)]) == [frame]

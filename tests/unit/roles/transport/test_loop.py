@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import re
+import select
 import signal
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import ChannelError
@@ -19,6 +25,7 @@ from unirun.roles.transport.sockets import (
     SPIN_PAUSE_SECONDS,
     SPIN_SECONDS,
     Loop,
+    Poller,
     RequestInbox,
     SpinningPoll,
 )
@@ -184,6 +191,68 @@ class TestARequestInbox:
             inbox.get()
         with pytest.raises(ChannelError, match="closed"):
             OrderConnection(inbox)
+
+
+class Polled:
+    """A file with the descriptor `number`, which an earlier file may have had."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def ready(self, events: int) -> None:
+        """It is never called here."""
+
+    def close(self) -> None:
+        """Others have its descriptor."""
+
+
+def wanted_of(poller: Poller) -> dict[int, int]:
+    """The events of the files that the kernel polls."""
+    told = Path(f"/proc/self/fdinfo/{poller._epoll.fileno()}").read_text()
+    found = re.findall(r"tfd: *(\d+) events: *([0-9a-f]+)", told)
+    always = select.EPOLLERR | select.EPOLLHUP
+    return {int(number): int(events, 16) & ~always for number, events in found}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(("add", "remove", "readable", "writable")), st.integers(0, 3), st.booleans()
+        ),
+        max_size=20,
+    )
+)
+def test_the_kernel_polls_for_what_is_wanted_of_the_files_that_are_there(
+    history: list[tuple[str, int, bool]],
+) -> None:
+    """A file has nothing to say any more when it was removed, also if another one has its descriptor."""
+    poller, numbers = Poller(), [os.eventfd(0) for _ in range(2)]
+    kinds = {"readable": select.EPOLLIN, "writable": select.EPOLLOUT}
+    files, there = [Polled(number) for number in numbers * 2], dict[int, Polled]()
+    wanted = wanted_of(poller)
+    try:
+        for what, which, on in history:
+            file = files[which]
+            number, known = file.number, there.get(file.number) is file
+            if what == "add" and number not in there:
+                poller.add(file)
+                there[number], wanted[number] = file, select.EPOLLIN
+            elif what == "remove":
+                poller.remove(file)
+                if known:
+                    del there[number]
+                    wanted.pop(number, None)
+            elif what in kinds:
+                (poller.readable if what == "readable" else poller.writable)(file, on)
+                if known:
+                    before = wanted.pop(number, 0)
+                    events = before | kinds[what] if on else before & ~kinds[what]
+                    wanted |= {number: events} if events else {}
+            assert wanted_of(poller) == wanted
+    finally:
+        poller._release()
+        for number in numbers:
+            os.close(number)
 
 
 class Arrival:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.roles.transport.protocol import Parcel
-from unirun.roles.transport.torch_rpc import RpcAgent, TorchTransport
+from unirun.roles.transport.torch_rpc import APART, RpcAgent, TorchTransport, _form, _parcel
 from unirun.values import WorkerId
 
 WITH_A_CALL = """
@@ -78,6 +78,14 @@ def test_requests_are_taken_in_the_order_of_their_connection_and_the_latest_of_e
         assert numbers == [*range(len(numbers))]
     assert [each for each in REQUESTS if each[:2] in (("a:0:1", 9), ("b:1:0", 9)) and each not in taken] == []
     assert {rank: incoming.early for rank, incoming in transport._incoming.items()} == {"a:0": {}, "b:1": {}}
+
+
+@given(st.lists(st.sampled_from((0, 1, 63, 64, 65, APART - 1, APART, APART + 1)), max_size=4))
+def test_a_parcel_comes_out_of_its_tensors_as_it_was(sizes: list[int]) -> None:
+    buffers = tuple(memoryview(bytearray([number + 1]) * size) for number, size in enumerate(sizes))
+    found = _parcel(_form(Parcel(b"head", buffers)))
+    assert found.head == b"head"
+    assert [bytes(each) for each in found.buffers] == [bytes(each) for each in buffers]
 
 
 def test_an_agent_that_was_closed_is_closed_once() -> None:

@@ -111,6 +111,35 @@ def test_an_answer_is_read_after_the_loop_was_late_with_an_event_of_the_call_bef
     assert answers.get(timeout=WAIT_TIMEOUT) == b"meanwhile"
 
 
+def test_answers_that_no_thread_waits_for_are_read_while_and_after_one_waits_for_another(
+    connection: SocketConnection, replies: queue.SimpleQueue[Callable[[], None]]
+) -> None:
+    answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def call(head: bytes, patience: float | None = None) -> None:
+        wait = connection.call(Parcel(head), lambda parcel: answers.put(parcel.head), patience)
+        if wait is not None:
+            wait()
+
+    call(b"the handshake is over")
+    replies.get(timeout=WAIT_TIMEOUT)()
+    assert answers.get(timeout=WAIT_TIMEOUT) == b"the handshake is over"
+    for patience in (0.001, WAIT_TIMEOUT):
+        call(b"later")
+        later = replies.get(timeout=WAIT_TIMEOUT)
+        waiting = threading.Thread(target=call, args=(b"now", patience))
+        waiting.start()
+        now = replies.get(timeout=WAIT_TIMEOUT)
+        if patience < 1.0:
+            # Nothing has come when it gives up.
+            waiting.join(WAIT_TIMEOUT)
+        now()
+        assert answers.get(timeout=WAIT_TIMEOUT) == b"now"
+        waiting.join(WAIT_TIMEOUT)
+        later()
+        assert answers.get(timeout=WAIT_TIMEOUT) == b"later"
+
+
 def test_stripes_for_which_there_is_no_thread_end_their_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other end goes on without them."""
     monkeypatch.setattr(stripes, "_places", threading.BoundedSemaphore(1))

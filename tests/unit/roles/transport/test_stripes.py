@@ -121,6 +121,21 @@ def test_a_frame_whose_stripes_have_not_come_is_an_error(ends: Ends) -> None:
         ends.receiver.take(number, [5])
 
 
+def test_a_segment_of_which_a_stripe_is_missing_has_not_come() -> None:
+    ends = Ends(1)
+    theirs, ours = ends.sockets[0]
+    receiving = threading.Thread(target=partial(ends.receiver.run, ours, sends=False))
+    receiving.start()
+    with theirs:
+        theirs.settimeout(WAIT_TIMEOUT)
+        theirs.sendall(struct.pack("<QQQQ", 1, 128, 0, 64) + bytes(64))
+        assert theirs.recv(1)
+        with pytest.raises(FrameError, match="without the 128 bytes of its segment 1"):
+            ends.receiver.take(1, [128])
+    receiving.join(WAIT_TIMEOUT)
+    ends.close()
+
+
 @pytest.mark.parametrize("stripe", [(1, 100, 90, 20), (1, 100, 0, 101), (1, 1 << 62, 0, 1)])
 def test_a_stripe_that_does_not_fit_ends_the_connection(stripe: tuple[int, int, int, int]) -> None:
     ends = Ends(1)
