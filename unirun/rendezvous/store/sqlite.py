@@ -441,18 +441,21 @@ class SqliteWatch:
     def _read(self, connection: sqlite3.Connection) -> tuple[Change, ...] | Listing:
         self._next_end = _next_end(connection)
         revision, first = connection.execute("SELECT revision, first FROM state").fetchone()
-        since, self._next = self._next, max(self._next, revision + 1)
-        if since < first:
-            return _listing(connection, self._prefix)
-        rows = connection.execute(
-            f"SELECT key, value, revision FROM changes WHERE revision >= ? AND {_UNDER}"
-            " ORDER BY revision, place",
-            (since, *_bounds(self._prefix)),
-        )
-        return tuple(
-            Change("delete" if value is None else "put", key, value or "", revision)
-            for key, value, revision in rows
-        )
+        if self._next < first:
+            news: tuple[Change, ...] | Listing = _listing(connection, self._prefix)
+        else:
+            rows = connection.execute(
+                f"SELECT key, value, revision FROM changes WHERE revision >= ? AND {_UNDER}"
+                " ORDER BY revision, place",
+                (self._next, *_bounds(self._prefix)),
+            )
+            news = tuple(
+                Change("delete" if value is None else "put", key, value or "", number)
+                for key, value, number in rows
+            )
+        # Not before: what could not be read is read the next time.
+        self._next = max(self._next, revision + 1)
+        return news
 
 
 def _revision(connection: sqlite3.Connection) -> int:

@@ -14,7 +14,7 @@ import pytest
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import StoreError
 from unirun.rendezvous.store import sqlite
-from unirun.rendezvous.store.protocol import Change, Put, clock
+from unirun.rendezvous.store.protocol import Change, Listing, Put, clock
 from unirun.rendezvous.store.sqlite import SqliteStore
 
 
@@ -103,3 +103,26 @@ class TestSqliteWatch:
             watch.changes(0)
         monkeypatch.undo()
         assert watch.changes(0) == (), "it goes on when the file can be read again"
+
+    @pytest.mark.parametrize("table", ["state", "changes", "items"])
+    def test_a_sqlite_watch_reads_later_what_it_could_not_read(self, store: SqliteStore, table: str) -> None:
+        watch = store.watch("", 1)
+        watch.changes(0)
+        start = store.txn([], [Put("a", "1")]).revision
+        if table == "items":
+            # They are read when the changes are there no more.
+            store.compact(start + 1)
+        readable = False
+
+        def authorize(action: int, name: str | None, *_: object) -> int:
+            return sqlite3.SQLITE_OK if readable or name != table else sqlite3.SQLITE_DENY
+
+        assert watch._connection is not None
+        watch._connection.set_authorizer(authorize)
+        for _ in range(2):
+            with pytest.raises(StoreError, match="cannot be used"):
+                watch.changes(0)
+        readable = True
+        news = watch.changes(0)
+        assert [each.key for each in (news.items if isinstance(news, Listing) else news)] == ["a"]
+        assert watch.changes(0) == ()
