@@ -183,8 +183,9 @@ def test_a_transaction_may_have_max_changes_and_max_size(store: Store) -> None:
 
 
 def test_a_transaction_that_is_too_large_is_refused_by_all_stores(store: Store) -> None:
-    with pytest.raises(StoreRefused, match="too large.*several parts"):
-        store.txn([], [Put("a", "x" * MAX_SIZE)])
+    for put in (Put("a", "x" * MAX_SIZE), Put("a", "é" * (MAX_SIZE // 2)), Put("é" * (MAX_SIZE // 2), "x")):
+        with pytest.raises(StoreRefused, match="too large.*several parts"):
+            store.txn([], [put])
     with pytest.raises(ValueError, match=f"at most {MAX_CHANGES}"):
         store.txn([], [Put(str(number), "") for number in range(MAX_CHANGES + 1)])
 

@@ -82,6 +82,20 @@ def test_a_chosen_port_is_that_of_the_first_role_with_a_store_and_the_others_hav
         endpoint.close()
 
 
+def test_roles_of_which_one_gets_no_endpoint_hold_none() -> None:
+    spec = JobSpec(
+        "job", "run-1", tuple(RoleSpec(name, 1, Entry("script", "a.py")) for name in "abc"), ("a",)
+    )
+    before = {*os.listdir("/proc/self/fd")}
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        # It cannot be bound a second time.
+        with pytest.raises(RendezvousError, match="cannot be listened on") as failed:
+            hold_endpoints(spec, "127.0.0.1", 0, {"c": bound})
+        assert {*os.listdir("/proc/self/fd")} == before
+    # Its traceback holds what has not been closed.
+    assert failed.tb is not None
+
+
 @pytest.mark.parametrize("addr", ["no.such.host.invalid", "192.0.2.1"])
 def test_an_address_of_another_host_is_an_error(addr: str) -> None:
     with pytest.raises(RendezvousError, match="see --master-addr"):

@@ -128,6 +128,20 @@ def test_a_calm_seat_watch_reports_another_leader_a_little_later(
     watch.close()
 
 
+def test_a_seat_watch_that_has_missed_the_end_of_a_leader_knows_of_none(store: MemoryStore) -> None:
+    """The changes were compacted away, and there is no leader in what is left."""
+    recorded = RecordedSeats()
+    watch = SeatWatch(lambda: Counted(store), JOB, recorded)
+    term = campaign(store, JOB, UnixAddress("/m1", "host"), 1, ttl=60.0)
+    assert term is not None
+    recorded.until(lambda seat: seat.leader is not None)
+    with store._changed:
+        term.resign()
+        store.compact(store.get_prefix("").revision + 1)
+    recorded.until(lambda seat: seat.epoch == 1 and seat.leader is None)
+    watch.close()
+
+
 def test_a_seat_watch_that_is_doubted_reads_the_store_once_more(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
