@@ -16,7 +16,7 @@ from unirun.errors import ConnectionLost, FrameError, RendezvousError
 from unirun.wire.address import unix_address
 from unirun.wire.aio import Stream, StreamServer
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.handshake import ANSWER_SIZE, Handshake
+from unirun.wire.handshake import ANSWER_SIZE, HANDSHAKE_TIMEOUT, Handshake
 from unirun.wire.messages import Shutdown, Stop
 from unirun.wire.reports import Notice
 
@@ -36,6 +36,8 @@ class TestBlockingStream:
             with BlockingStream.connect(endpoint.address, endpoint.credentials) as stream:
                 stream.send(Stop(15, "please", 1.5))
                 assert stream.receive(WAIT_TIMEOUT) == Stop(15, "please", 1.5)
+                # A process of this host may be stopped for any time.
+                assert stream.socket.gettimeout() == (HANDSHAKE_TIMEOUT if endpoint.tcp else None)
                 with pytest.raises(ConnectionLost):
                     stream.receive(WAIT_TIMEOUT)
 

@@ -57,6 +57,7 @@ def test_a_link_sends_hello_to_an_agent_that_knows_the_token(
         opened = blocking.open_link(environ)
     assert heard == [Hello(WorkerId(role="actor", rank=3, incarnation=2))]
     assert blocking.open_link(environ) is opened, "a process has one"
+    assert opened.socket.gettimeout() is None, "an agent may be stopped for any time"
 
 
 def test_a_fork_does_not_use_the_link_of_its_parent(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from unirun.wire.frames import (
     typed,
 )
 from unirun.wire.messages import KINDS, Stop, View, Welcome
-from unirun.wire.reports import FromWorker, Message, Metrics, Notice, Spawn
+from unirun.wire.reports import FromWorker, Message, Metrics, Notice, Spawn, merged
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -285,3 +286,12 @@ def test_an_integer_in_a_frame_has_at_most_64_bits(number: int) -> None:
 def test_a_wrong_message_field_is_named_with_its_value(payload: dict[str, object], says: str) -> None:
     with pytest.raises(FrameError, match=says):
         decode(payload)
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), max_size=8))
+def test_merged_ranges_have_the_same_ranks_and_do_not_touch(begins: list[tuple[int, int]]) -> None:
+    ranges = [(first, first + length) for first, length in begins]
+    found = merged(ranges)
+    ranks = [rank for first, last in found for rank in range(first, last + 1)]
+    assert ranks == sorted({rank for first, last in ranges for rank in range(first, last + 1)})
+    assert all(last + 1 < first for (_, last), (first, _) in itertools.pairwise(found))

@@ -230,6 +230,7 @@ def test_whatever_happens_limits_hold_and_no_connection_is_forgotten(steps: list
         else:
             listener.pass_time(what)
         inside = [*listener.strangers]
+        assert {*listener.strangers._addresses} == {*inside}, "nothing is kept of those that are out"
         assert sorted([*inside, *listener.out, *ended]) == sorted(listener.came)
         assert listener.begun.keys() <= {*inside}
         trusted = {name for name, each in listener.strangers._origins.items() if each.known}
