@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.waiting import WAIT_TIMEOUT, eventually
-from unirun.roles.interruption import INTERRUPT, Interrupted, MainThread
+from unirun.roles.interruption import INTERRUPT, Interrupted, MainThread, main_thread
 
 
 class Lost:
@@ -127,6 +127,18 @@ def test_signals_end_with_a_function_that_has_not_noticed(main: MainThread) -> N
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     eventually(lambda: not timers(), "no timer is left")
     assert lost.asked == 1
+
+
+def test_each_use_puts_the_handler_back_that_a_script_has_replaced() -> None:
+    before = signal.getsignal(INTERRUPT)
+    try:
+        first = main_thread()
+        for _ in range(2):
+            signal.signal(INTERRUPT, signal.SIG_IGN)
+            assert main_thread() is first
+            assert signal.getsignal(INTERRUPT) == first._signalled
+    finally:
+        signal.signal(INTERRUPT, before)
 
 
 def test_a_signal_in_an_import_waits(main: MainThread) -> None:

@@ -13,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.unit.wire.endpoints import encoded
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import ConnectionLost, StoreAway, UsageError
-from unirun.roles.peers import Peer, Peers, RoleInfo, _file_behind, _listen
-from unirun.values import WorkerId
+from unirun.roles.peers import Peer, Peers, RoleInfo, _file_behind, _listen, linked_peers
+from unirun.values import Engine, WorkerId
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import RoleBrief, RoleView, View, Welcome, WorkerView
-from unirun.wire.reports import CommitJob, MasterReply, Message, ViewWanted
+from unirun.wire.reports import CommitJob, LocalEngines, MasterReply, Message, ViewWanted
 
 
 def role(ranks: int, generation: int) -> RoleView:
@@ -202,6 +203,29 @@ class Link(BlockingStream):
         except ConnectionLost:
             self.over.set()
             raise
+
+
+def test_what_comes_with_the_welcome_is_taken_over_and_what_comes_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An agent sends what it has; it comes in one read, or in several."""
+    ended, (mine, its), (watched, agent) = threading.Event(), socket.socketpair(), os.pipe()
+    link, engines = BlockingStream(mine), (Engine(0, 0, "http://127.0.0.1:1", ready=True),)
+    monkeypatch.setattr("unirun.roles.peers._end", ended.set)
+    monkeypatch.setattr("unirun.roles.peers._agent_handle", lambda sock: watched)
+    monkeypatch.setattr("unirun.roles.peers.open_link", lambda environ: link)
+    welcome = Welcome(View((role(3, 0),), 4), "{}", "job", (), (), 60.0, "torch")
+    told = (View((role(3, 0),), 3), welcome, View((role(2, 1),), 5, 4), LocalEngines(engines))
+    its.sendall(b"".join(map(encoded, told)))
+    peers = linked_peers({"UNIRUN_ROLE": "actor", "UNIRUN_RANK": "0"})
+    assert (peers.known("actor").generation, peers.size("actor"), peers.engines) == (1, 2, engines)
+    its.sendall(encoded(View((role(3, 2),), 6, 5)))
+    assert peers.wait_for(lambda: peers.known("actor").generation == 2, WAIT_TIMEOUT)
+    os.close(agent)
+    assert ended.wait(WAIT_TIMEOUT)
+    link.close()
+    its.close()
+    os.close(watched)
 
 
 def test_a_worker_ends_with_its_agent_also_when_its_link_has_ended_before(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from unirun.errors import UsageError
@@ -132,6 +135,55 @@ def test_an_undeclared_channel_of_weights_is_an_error_with_the_declared_ones() -
         trainer.sync_weights("values")
     with pytest.raises(UsageError, match=r"no channel 'values'.*there are: none"):
         bound(made(), "actor").sync_weights("values")
+
+
+class Syncing:
+    """The method ``sync_weights`` of the workers of a role, which records the versions."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+        self.sync_weights, self.idempotent = self, False
+
+    def __call__(self, channel: str, version: int, timeout: float | None) -> None:
+        self.versions.append(version)
+
+    def options(self, *, idempotent: bool) -> Syncing:
+        self.idempotent = idempotent
+        return self
+
+    def call_async(self, channel: str, version: int, timeout: float | None) -> Any:
+        self.versions.append(version)
+        return SimpleNamespace(result=lambda: None)
+
+
+class Committing(MasterHandle):
+    """A master that keeps the version of one channel, ``policy``."""
+
+    def __init__(self) -> None:
+        self.kept: int | None = None
+
+    def version(self, channel: str) -> int | None:
+        assert channel == "policy"
+        return self.kept
+
+    def commit_version(self, channel: str, version: int) -> int:
+        assert channel == "policy"
+        self.kept = max(version, -1 if self.kept is None else self.kept)
+        return self.kept
+
+
+@given(st.lists(st.none() | st.integers(0, 9), max_size=6))
+def test_a_version_that_nobody_names_follows_the_latest(asked: list[int | None]) -> None:
+    trainer, master = bound(made(), channels={"policy": ("actor", "rollout", "critic")}), Committing()
+    groups: dict[str, Any] = {name: Syncing() for name in ("RG_ACTOR", "RG_ROLLOUT", "RG_CRITIC")}
+    trainer._groups, trainer._master_handle = groups, master
+    expected, latest = list[int](), -1
+    for version in asked:
+        expected.append(latest + 1 if version is None else version)
+        latest = max(latest, expected[-1])
+        assert trainer.sync_weights("policy", version=version) == latest
+    assert [group.versions for group in groups.values()] == [expected] * 3
+    assert not groups["RG_ACTOR"].idempotent
 
 
 def test_a_trainer_knows_the_resources_of_its_roles() -> None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -21,9 +23,13 @@ import unirun.roles.gloo
 from tests.waiting import WAIT_TIMEOUT
 from unirun.roles.gloo import (
     BUSY,
+    SETTLE_TIMEOUT,
+    SOCKETS_POLL_INTERVAL,
+    STALLED_BYTES_TIMEOUT,
     STUCK_TIMEOUT,
     WORKER_IDLE_TIMEOUT,
     GlooGroup,
+    _settle,
     blocked,
     forgotten,
     idleness,
@@ -36,6 +42,31 @@ from unirun.roles.gloo import (
 from unirun.roles.process_groups import dist, process_groups
 
 pytestmark = pytest.mark.leaves
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_what_never_comes_to_rest_is_waited_for_as_long_as_the_rest(
+    monkeypatch: pytest.MonkeyPatch, *, moves: bool
+) -> None:
+    """A peer may send on and on, and be read; or what it has sent is never read."""
+    ours, theirs = socket.socketpair()
+    theirs.send(b"x")
+    now, read = 0.0, False
+
+    def sleep(seconds: float) -> None:
+        nonlocal now, read
+        now += seconds
+        assert now < 2 * SETTLE_TIMEOUT
+        if moves:
+            read = not read
+            assert ours.recv(1) if read else theirs.send(b"x")
+
+    monkeypatch.setattr(unirun.roles.gloo, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    _settle({ours.fileno(): os.fstat(ours.fileno()).st_ino})
+    expected = SETTLE_TIMEOUT if moves else STALLED_BYTES_TIMEOUT
+    assert now == pytest.approx(expected, abs=2 * SOCKETS_POLL_INTERVAL)
+    ours.close()
+    theirs.close()
 
 
 class TestStillness:

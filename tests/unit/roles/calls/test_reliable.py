@@ -301,7 +301,7 @@ def test_calls_that_came_out_of_order_are_sent_again_in_the_order_of_their_numbe
     machine.settle()
     again = machine.network.lines[1]
     assert [request.seq for request in again.requests] == [1, 2, 3, 4, 5]
-    assert not again.patient, "whoever sends a call again does not wait for its answer"
+    assert not again.patient, "a thread that sends a call again does not wait for its answer"
 
 
 def test_who_cannot_be_reached_is_tried_again_at_growing_intervals() -> None:

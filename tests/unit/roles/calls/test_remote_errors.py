@@ -23,6 +23,7 @@ from unirun.errors import (
     WorkerLost,
     shortened,
 )
+from unirun.roles.calls import codec
 from unirun.roles.calls.codec import dump_error, load_error
 
 
@@ -33,6 +34,20 @@ def through(error: BaseException) -> BaseException:
     except BaseException as raised:  # noqa: BLE001 - whatever it is
         packed = dump_error(raised, "actor:2")
     return load_error(*packed)
+
+
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+def test_of_a_long_traceback_the_end_is_sent_and_of_a_long_text_its_beginning(
+    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    monkeypatch.setattr(codec, "_TEXT", 100)
+    found = through(kind("begin " + "x" * 200 + " end"))
+    trace = found.traceback if isinstance(found, RemoteError) else str(found.__cause__)
+    assert " end" in trace
+    assert "Traceback" not in trace
+    if isinstance(found, RemoteError):
+        assert "begin x" in str(found)
+        assert " end" not in str(found)
 
 
 class Picky(Exception):

@@ -46,8 +46,15 @@ def of_a_global() -> Callable[[], Any]:
     return function
 
 
-def default() -> Callable[[], Any]:
-    def function(lock: Any = LOCK) -> Any:
+def default() -> Callable[..., Any]:
+    def function(batch: Any, step: int = 0, lock: Any = LOCK, *, last: bool = False) -> Any:
+        return lock
+
+    return function
+
+
+def keyword() -> Callable[..., Any]:
+    def function(batch: Any, step: int = 0, *, lock: Any = LOCK) -> Any:
         return lock
 
     return function
@@ -95,6 +102,7 @@ def first_line(function: Callable[..., Any]) -> int:
             f"the function f uses `LOCK`, line {first_line(of_a_global) + 4},",
         ),
         ({"the function f": default()}, "the function f uses `lock`"),
+        ({"the function f": keyword()}, "the function f uses `lock`"),
         ({"the function f": partial(print, LOCK)}, "the function f, at args[0]"),
         ({"the function f": Dataset().read}, "the function f uses `self.files[1]['cache']`"),
         ({"the function f": print, "config": {"lr": 1, "lock": LOCK}}, "config['lock']"),
