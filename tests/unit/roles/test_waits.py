@@ -250,6 +250,9 @@ class TestForgotten:
         """A group that has ended."""
         group = GlooGroup("actor", 2, lambda: True)
         group.end()
+        until = group.until
+        group.end()
+        assert group.until == until, "it has ended once"
         return group
 
     @pytest.mark.parametrize(

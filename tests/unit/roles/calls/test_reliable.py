@@ -16,6 +16,7 @@ from tests.effort import examples
 from tests.sim.calls.threads import FakeScheduler
 from tests.sim.fake_clock import FakeClock
 from unirun.errors import CallError, ChannelError, EncodingError
+from unirun.roles.calls import reliable
 from unirun.roles.calls.codec import ACK, GIVE_UP, Request, decode_giving_up, decode_request, encode_address
 from unirun.roles.calls.reliable import LARGE, MAX_RECONNECT_DELAY, ReliableConnection
 from unirun.roles.transport.protocol import Connection, Parcel, Transport
@@ -31,6 +32,7 @@ class RecordingConnection:
         self.requests: list[Request] = []
         self._unsendable = unsendable
         self.waiting: dict[int, Callable[[Parcel], None]] = {}
+        self.kept = 0
         self.patient: list[int] = []
         """The calls for whose answers the calling thread waits."""
         self._broken, self.open, self._closed = broken, True, False
@@ -57,6 +59,7 @@ class RecordingConnection:
 
     def keep(self) -> None:
         assert not self._closed
+        self.kept += 1
 
     def close(self) -> None:
         self.open, self._closed = False, True
@@ -198,7 +201,10 @@ class Calls(RuleBasedStateMachine):
     def forget(self, data: st.DataObject) -> None:
         """The caller does not wait for an answer any more."""
         seq = data.draw(st.sampled_from(sorted(self.open)))
+        connection: Any = self.connection._connection
+        kept = connection.kept if connection is not None else 0
         self.connection.forget(self.open.pop(seq)[0])
+        assert connection is None or connection.kept == kept + 1, "its arguments may be changed now"
 
     @precondition(lambda self: self.line is not None)
     @rule()
@@ -379,3 +385,18 @@ def test_what_was_closed_is_sent_no_acks() -> None:
     machine.settle()
     assert machine.network.lines == [line]
     assert len(line.requests) == 1
+
+
+def test_acks_that_are_too_many_for_one_request_go_with_the_next_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reliable, "MAX_ACKS", 2)
+    machine = Calls()
+    for call in calls(1, 2, 3):
+        machine.connection.send(call, 0)
+    (line,) = machine.network.lines
+    for seq in (1, 2, 3):
+        line.waiting.pop(seq)(Parcel(b""))
+    for call in calls(4, 5, 6):
+        machine.connection.send(call, 0)
+    assert [request.acks for request in line.requests[3:]] == [(1, 2), (3,), ()]

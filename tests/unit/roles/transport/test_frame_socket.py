@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import socket
@@ -15,13 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.wire.endpoints import credentials_in
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import FrameError
 from unirun.roles.transport.frames import INLINE, REPLY, REQUEST
-from unirun.roles.transport.protocol import Parcel
-from unirun.roles.transport.sockets import BATCH, FrameSocket, TlsFrameSocket
+from unirun.roles.transport.protocol import Lent, Parcel
+from unirun.roles.transport.sockets import BATCH, SEALS, FrameSocket, TlsFrameSocket
 from unirun.roles.transport.stripes import STRIPED
 from unirun.wire.credentials import server_name
 from unirun.wire.handshake import new_token
@@ -177,6 +180,40 @@ def test_a_segment_is_released_with_the_next_frame(ends: tuple[End, End]) -> Non
         other.connection.send(REPLY, number, parcel(b"back"))
         receive(other, one, 1)
     assert len(os.listdir("/proc/self/fd")) <= count + 2
+
+
+@given(st.lists(st.sampled_from(("lend", "lend", "free", "close")), max_size=12))
+def test_each_lender_is_told_once_that_its_memory_is_free(history: list[str]) -> None:
+    """The receiver frees it, or the connection ends, perhaps before it was sent."""
+    one, other = map(End, socket.socketpair())
+    handle = os.memfd_create("lent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(handle, 4096)
+    fcntl.fcntl(handle, fcntl.F_ADD_SEALS, SEALS)
+    told, had, is_open = list[int](), dict[int, Parcel](), True
+    expected: set[int] = set()
+    for number, what in enumerate(history):
+        if what == "lend":
+            lent = Lent(handle, 4096, partial(told.append, number))
+            assert one.send(number, Parcel(b"", (), lent)) is is_open
+            if is_open:
+                had |= dict(receive(one, other, 1))
+            else:
+                expected.add(number)
+        elif what == "free" and had and is_open:
+            first = min(had)
+            del had[first]
+            expected.add(first)
+            other.connection.send(REPLY, 0, parcel(b"next"))
+            receive(other, one, 1)
+        elif what == "close":
+            one.connection.close()
+            expected |= had.keys()
+            is_open = False
+        assert sorted(told) == sorted(expected)
+    for end in (one, other):
+        end.connection.close()
+    assert sorted(told) == sorted(expected | had.keys())
+    os.close(handle)
 
 
 def test_the_end_of_the_peer_is_an_eof_error(ends: tuple[End, End]) -> None:

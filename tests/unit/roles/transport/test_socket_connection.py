@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import queue
 import select
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from unirun.values import WorkerId
 from unirun.wire.address import Address, UnixAddress
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.credentials import Credentials
-from unirun.wire.handshake import new_token
+from unirun.wire.handshake import HANDSHAKE_TIMEOUT, HELLO_SIZE, new_token
 
 LATE = "a thread that is late"
 
@@ -109,6 +111,40 @@ def test_an_answer_is_read_after_the_loop_was_late_with_an_event_of_the_call_bef
     late.join(WAIT_TIMEOUT)
     replies.get(timeout=WAIT_TIMEOUT)()
     assert answers.get(timeout=WAIT_TIMEOUT) == b"meanwhile"
+
+
+def test_a_connection_that_is_closed_keeps_nothing_of_its_calls(
+    connection: SocketConnection, replies: queue.SimpleQueue[Callable[[], None]]
+) -> None:
+    """Its callbacks hold arguments and results."""
+
+    class Caller:
+        def done(self, parcel: Parcel) -> None:
+            raise AssertionError("the connection is closed")
+
+    caller = Caller()
+    gone = weakref.ref(caller)
+    connection.call(Parcel(b"call"), caller.done)
+    answer = replies.get(timeout=WAIT_TIMEOUT)
+    del caller
+    connection.close()
+    answer()
+    assert gone() is None
+
+
+def test_a_listener_that_is_closed_ends_those_that_have_not_proved_the_token(tmp_path: Path) -> None:
+    credentials = credentials_in(tmp_path / "worker", new_token(), "worker", tls=False)
+    worker = SocketTransport(tmp_path / "calls", credentials)
+    path = worker.serve(WorkerId("desk", 0, 0), lambda parcel, reply: None)
+    strangers = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+    for each in strangers:
+        each.settimeout(HANDSHAKE_TIMEOUT / 2)
+        each.connect(path)
+        assert len(each.recv(1000)) == HELLO_SIZE
+    worker.close()
+    for each in strangers:
+        with each, contextlib.suppress(ConnectionError):
+            assert each.recv(1) == b""
 
 
 def test_answers_that_no_thread_waits_for_are_read_while_and_after_one_waits_for_another(
