@@ -19,6 +19,17 @@ from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import ANSWER_SIZE, HANDSHAKE_TIMEOUT, Handshake
 from unirun.wire.messages import Shutdown, Stop
 from unirun.wire.reports import Notice
+from unirun.wire.sockets import IDLE, INTERVAL, PROBES, keep_alive
+
+
+def test_a_silent_peer_is_given_up_after_its_time() -> None:
+    """It is asked after `IDLE` seconds, and so often, at so many seconds from each other."""
+    with socket.socket() as sock:
+        keep_alive(sock)
+        options = (socket.TCP_NODELAY, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        found = [sock.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+        assert found == [1, IDLE, INTERVAL, PROBES]
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
 class TestBlockingStream:

@@ -208,3 +208,9 @@ class TestFrames:
         error = folded(caught.value)
         assert error.__cause__ is not None
         assert frames_of(error.__cause__) == ["more", "users"]
+
+
+def test_errors_that_have_led_to_each_other_are_folded() -> None:
+    one, other = ValueError("one"), KeyError("other")
+    one.__cause__, other.__cause__ = other, one
+    assert folded(one) is one
