@@ -88,6 +88,17 @@ def test_a_member_that_has_ended_its_answers_is_tried_last(members: SlowMembers)
     assert members.call(TXN, None) == "done"
     assert members.asked == [three, one, one]
     assert members.now - began < 2.0
+    assert members._troubles.keys() == {two, three}, "one has answered since"
+
+
+def test_a_thread_whose_token_has_expired_leaves_the_next_one_to_others(members: SlowMembers) -> None:
+    member = members.connect()
+    members._token = "next"
+    members._log_out("expired")
+    assert (members._token, members._member) == ("next", member)
+    members._log_out("next")
+    left: list[str | None] = [members._token, members._member]
+    assert left == [None, None]
 
 
 @pytest.mark.parametrize("seconds", [0.9, 1.5, 1.9])

@@ -12,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,6 +166,29 @@ def test_a_damaged_sqlite_file_is_distinguished_from_a_missing_one(tmp_path: Pat
     path.write_bytes(content)
     with pytest.raises(StoreError, match=r"damaged.*restore it from a copy"):
         SqliteStore(path).get_prefix("")
+
+
+def test_a_call_waits_for_threads_and_processes_together_as_long_as_its_timeout(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Held:
+        """A lock that another thread gives up after three seconds."""
+
+        now = 0.0
+
+        def acquire(self, timeout: float) -> bool:
+            self.now += 3.0
+            return timeout >= 3.0
+
+        def release(self) -> None:
+            """It was got."""
+
+    held: Any = Held()
+    monkeypatch.setattr(store, "_lock", held)
+    monkeypatch.setattr(sqlite, "time", SimpleNamespace(monotonic=lambda: held.now))
+    with store._entered() as connection:
+        assert connection.execute("PRAGMA busy_timeout").fetchone() == (2000,), "of five seconds"
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("there", [True, False])
