@@ -235,6 +235,39 @@ class TestAGroup:
         meeting.end()
         assert not any(group.intact() for group in meeting.made)
 
+    def test_that_is_over_is_ended_once_however_many_views_come_after_that(
+        self, meeting: Meeting, ranks: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        formed(meeting, ranks)
+        ended, end = list[GlooGroup](), GlooGroup.end
+
+        def noted_end(group: GlooGroup) -> None:
+            ended.append(group)
+            end(group)
+
+        monkeypatch.setattr(GlooGroup, "end", noted_end)
+        for _ in range(3):
+            meeting.end()
+        assert sorted(map(id, ended)) == sorted(map(id, meeting.made))
+
+    def test_that_is_the_default_one_is_broken_by_itself_alone(self, groups: ProcessGroups) -> None:
+        """One of an earlier generation has its name and, while it is used somewhere, its sockets."""
+        ours, theirs = socket.socketpair()
+        earlier = GlooGroup("", 2, lambda: False)
+        earlier.formed, earlier._sockets = True, {ours.fileno(): os.fstat(ours.fileno()).st_ino}
+        groups._groups.append(earlier)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        found, default = groups._groups
+        earlier.name = default.name
+        assert found is earlier
+        assert not earlier.intact()
+        assert not groups.broken()
+        default.end()
+        assert groups.broken()
+        dist.destroy_process_group()
+        ours.close()
+        theirs.close()
+
     def test_that_is_of_the_present_is_not_ended(
         self, groups: ProcessGroups, ranks: ThreadPoolExecutor
     ) -> None:
