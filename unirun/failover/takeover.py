@@ -207,6 +207,7 @@ def _never_started(role: RoleState, worker: WorkerState) -> WorkerState:
         ports=worker.ports,
         paid=worker.paid,
         new_ports=worker.new_ports,
+        step=worker.step,
         due=NEVER if worker.due == NEVER else PAID if role.is_program else 0.0,
     )
     return before.ended(end)

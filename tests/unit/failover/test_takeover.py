@@ -14,9 +14,10 @@ from unirun.errors import IllegalTransition, Refused
 from unirun.failover.context import decode, encode
 from unirun.failover.draft import After, Due, Record, ToAgent
 from unirun.failover.restart_or_end import shutdown_order
-from unirun.failover.state import Exit, JobPhase, Verdict, WorkerPhase, WorkerState
+from unirun.failover.state import Exit, JobPhase, Ports, Verdict, WorkerPhase, WorkerState
 from unirun.failover.takeover import REJOIN_TIMEOUT, resume
-from unirun.values import WorkerId
+from unirun.spec.job import EntryKind
+from unirun.values import RankAddress, WorkerId
 from unirun.wire.messages import ExitAck, Shutdown, StartRole, Stop, StopWorkers, View, WorkerOutput
 from unirun.wire.reports import (
     CallCount,
@@ -211,6 +212,26 @@ class TestAnOrderThatWasLost:
         rejoin(job, lost=[("actor", 1, 1)])
         assert starts(job) == [("actor", 1, [(1, 1)])]
         assert job.orders(StopWorkers) == []
+
+    @pytest.mark.parametrize("kind", ["workload", "program"])
+    def test_a_lost_order_to_start_one_worker_again_costs_its_rank_nothing_of_what_it_had(
+        self, kind: EntryKind
+    ) -> None:
+        job = Job({"actor": 2}, kinds={"actor": kind}, restarts={"actor": 3}).running()
+        worker = replace(
+            job.state.roles["actor"].workers[1],
+            called=(CallCount("actor", "sum", 2, 10, 10, 0.5, ((1, 1),)),),
+            ports=Ports("n0", RankAddress("n0", (20000,))),
+            paid=(50.0,),
+            new_ports=1,
+            step=7,
+        )
+        job.state = job.state.with_role(job.state.roles["actor"].with_worker(worker))
+        job.exits("actor", 1, by=KILL)
+        ordered = job.state.roles["actor"].workers[1]
+        assert (ordered.incarnation, ordered.step) == (1, 7)
+        rejoin(job, lost=[("actor", 1, 1)])
+        assert job.state.roles["actor"].workers[1] == ordered
 
     def test_a_lost_order_to_open_a_store_is_given_again_and_then_it_goes_on(self) -> None:
         job = Job({"actor": 2}, restarts={"actor": 1}, stores_open=False).running()
