@@ -20,11 +20,11 @@ from unirun.failover.draft import (
     ToAgents,
     ToWatchers,
 )
-from unirun.failover.state import new_job, ties_of
+from unirun.failover.state import JobPhase, new_job, ties_of
 from unirun.failover.step import step
 from unirun.spec.job import Entry, EntryKind, JobSpec, RoleSpec
 from unirun.values import WorkerId
-from unirun.wire.messages import StopWorkers, View, updated
+from unirun.wire.messages import Shutdown, StopWorkers, View, updated
 from unirun.wire.reports import (
     Cause,
     Join,
@@ -91,6 +91,7 @@ class Job:
         )
         self.commands: list[Command] = []
         self.seen: dict[str, View] = {}
+        self.stores_at: dict[tuple[str, int], str] = {}
 
     def on(self, *events: Event) -> Self:
         """Apply `events`; a store that is ordered for a later generation opens, unless the test does that."""
@@ -100,6 +101,7 @@ class Job:
             self.now += 0.1
             self.state, commands = step(self.state, pending.pop(0), self.now)
             check_job(self.state)
+            self.check_stores(commands)
             commands = [each for command in commands for each in self.received(command)]
             self.check_views()
             self.commands += commands
@@ -122,6 +124,20 @@ class Job:
                 assert view is not None, f"{node} is told changes of a view that it does not have"
                 self.seen[node] = view
         return [ToAgent(node, self.seen[node]) for node in command.nodes]
+
+    def check_stores(self, commands: list[Command]) -> None:
+        """No agent leaves a job that goes on while ranks live that have met in a store of its node."""
+        for command in commands:
+            match command:
+                case ToAgent(node, OpenStore(role, generation)):
+                    self.stores_at[role, generation] = node
+                case ToAgent(node, Shutdown()) if self.state.phase is JobPhase.RUNNING:
+                    served = [
+                        role.name
+                        for role in self.state.roles.values()
+                        if role.living and self.stores_at.get((role.name, role.opened)) == node
+                    ]
+                    assert not served, f"{node} leaves, and serves the store of {served}"
 
     def check_views(self) -> None:
         """Changes, put together, give the view that was told last."""

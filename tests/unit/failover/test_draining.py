@@ -125,6 +125,15 @@ class TestAWorkerThatMovesAlone:
             c.node for c in job.commands if isinstance(c, ToAgent) and isinstance(c.message, OpenStore)
         ] == [job.state.placement.of_role("actor")[0].node]
 
+    def test_its_agent_leaves_when_those_that_live_on_can_meet_in_another_store(self) -> None:
+        job = workloads()
+        job.stores_open = False
+        job.on(Drain("n0")).obey()
+        assert job.phases()["actor"] == "reforming"
+        assert not any(worker.node == "n0" for worker in job.state.roles["actor"].live)
+        assert leaves(job) == []
+        assert leaves(job.on(StoreOpened("actor", 1))) == ["n0"]
+
     def test_a_node_that_dies_while_it_is_drained_is_lost_and_the_ranks_go_where_they_were_to_go(
         self,
     ) -> None:

@@ -302,6 +302,19 @@ def test_a_rank_that_waits_for_its_start_pays_nothing_for_the_loss_of_its_node()
     assert asked_for_ports(job) == [node for node in ("n1", "n2") if node != job.worker("train").node]
 
 
+@pytest.mark.parametrize("arrived", [False, True])
+def test_a_rank_pays_for_the_loss_of_a_node_only_if_it_runs_there(*, arrived: bool) -> None:
+    """Its node is drained, and then the one is lost to which it is to move, or has moved."""
+    job = placed(engines(), trainer(), slots=(1, 1, 1, 1)).on(Drain("n0"))
+    target = place_of(job)
+    if arrived:
+        job.obey().reserve()
+        job.all_run("engine")
+    job.on(AgentLost(target, "it is gone"), Due.LOSSES)
+    assert place_of(job) not in ("n0", target)
+    assert (job.state.roles["engine"].restarts, len(job.worker().paid)) == (arrived, arrived)
+
+
 def test_a_companion_is_heard_that_came_when_engines_moved_to_more_nodes() -> None:
     entry = Entry("module", "companion")
     companion = RoleSpec(

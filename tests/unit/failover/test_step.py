@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.documents import text_of
 from tests.effort import examples
 from tests.unit.failover.job import TERM, Job
+from tests.unit.failover.multi_node import nodes
 from tests.unit.failover.random_walk import RandomWalk
 from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition, Refused
-from unirun.failover.draft import AgentLost, Due, Event, OwnerLost, Record, ToAgent, order_text
+from unirun.failover.draft import AgentLost, Due, Event, OwnerLost, Record, Straggles, ToAgent, order_text
 from unirun.failover.state import JobPhase, WorkerPhase
 from unirun.failover.status_views import present, status_of
 from unirun.values import WorkerId
 from unirun.wire.messages import RoleChanged, StartRole, Stop, StopWorkers, View, WorkerOutput
 from unirun.wire.reports import (
+    Boundary,
+    CallCount,
+    Calls,
+    FromWorker,
+    GroupFormed,
+    Health,
     Join,
+    Listening,
+    Metrics,
     Notice,
+    Resilient,
     Sample,
+    Serving,
     SpawnerReady,
     WorkerExited,
     WorkerRunning,
@@ -192,6 +205,59 @@ def test_who_attaches_late_is_told_what_is_there() -> None:
         RoleChanged("actor", "starting", 0, 0, 2),
         WorkerOutput(WorkerId("actor", 1, 0), 1, "n0"),
     ]
+
+
+NEWS: list[Callable[[WorkerId], Event]] = [
+    lambda who: WorkerStarted(who, 7),
+    lambda who: WorkerRunning(who, 0),
+    lambda who: WorkerExited(who, 5.0, 1, None),
+    lambda who: Straggles(who, "it is slow"),
+    *(
+        (lambda who, said=said: FromWorker(who, said))
+        for said in (
+            Listening({"socket": "late"}),
+            Serving({"socket": "late"}, True),
+            GroupFormed(0),
+            Resilient(inside=True),
+            Boundary(),
+            Metrics({"loss": 0.5}, 5.0),
+            Calls((CallCount("actor", "sum", 2, 10, 10, 0.5, ((0, 0),)),)),
+            Health(ready=True, since=5.0, why=""),
+        )
+    ),
+]
+"""All that is said of a worker, but for what asks for an answer."""
+
+
+class TestLateNews:
+    @pytest.mark.parametrize("news", NEWS)
+    @pytest.mark.parametrize("rank", [0, 3, 5])
+    def test_late_news_of_a_worker_before_or_of_a_rank_that_is_no_more_change_nothing(
+        self, news: Callable[[WorkerId], Event], rank: int
+    ) -> None:
+        """The role was started with four ranks, has had six, and has two."""
+        job = Job({"actor": 6}, restarts={"actor": 3}, inventory=nodes(3), least={"actor": 2}).running()
+        spec = job.state.spec
+        of_four = replace(spec.role("actor"), count=4, most=6)
+        job.state = replace(job.state, spec=replace(spec, roles=(of_four,)))
+        job.losses_apart = False
+        job.on(AgentLost("n1", "it is gone"), AgentLost("n2", "it is gone")).obey().all_run("actor")
+        before = job.state
+        assert len(before.roles["actor"].workers) == 2
+        assert job.on(news(WorkerId("actor", rank, 0))).state == before
+
+    @pytest.mark.parametrize("news", NEWS[:-2])
+    @pytest.mark.parametrize(
+        "who", [WorkerId("actor", 6, 0), WorkerId("actor", -1, 0), WorkerId("actor", 0, 7)]
+    )
+    def test_late_news_are_never_of_a_worker_that_has_not_been(
+        self, news: Callable[[WorkerId], Event], who: WorkerId
+    ) -> None:
+        job = Job({"actor": 2}).running()
+        before = job.state
+        with pytest.raises(IllegalTransition):
+            job.on(news(who))
+        assert job.state is before
 
 
 @examples(40)
