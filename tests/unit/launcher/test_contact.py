@@ -40,6 +40,7 @@ class ContactHarness:
     def __init__(self, endpoint: Endpoint, job: FakeJob) -> None:
         self.endpoint, self.job = endpoint, job
         self.answers = True
+        self.failing = 3
         self.beats = 0
         self.attempts: list[tuple[int, float]] = []
         self.expired = asyncio.Event()
@@ -47,7 +48,7 @@ class ContactHarness:
 
     async def again(self, epoch: int, timeout: float) -> tuple[int, Stream]:
         self.attempts.append((epoch, timeout))
-        if len(self.attempts) < 4:
+        if len(self.attempts) <= self.failing:
             raise RendezvousError("nobody answers")
         return epoch, await self.stream()
 
@@ -134,6 +135,32 @@ def test_an_agent_that_hears_nothing_connects_anew_until_somebody_answers(harnes
 
     harness.run(play)
     assert harness.attempts == [(3, 0.02)] * 3 + [(3, 0.04)]
+
+
+def test_the_attempts_of_an_agent_are_short_again_when_it_has_heard_its_master(
+    harness: ContactHarness,
+) -> None:
+    harness.answers = False
+    harness.failing = 1 << 20
+
+    async def play() -> None:
+        stream = await harness.stream()
+        harness.begin(stream)
+        hearing = asyncio.ensure_future(harness.hear(stream))
+        keeping = asyncio.ensure_future(harness.contact.keep(3, stream))
+        await eventually_async(lambda: len(harness.attempts) > 3)
+        # Longer than the agent waits for a message.
+        harness.answers, before = True, harness.beats
+        await eventually_async(lambda: harness.beats >= before + 30)
+        assert harness.attempts[3] == (3, 0.04)
+        harness.answers, harness.failing = False, 0
+        _, again = await keeping
+        hearing.cancel()
+        stream.abort()
+        again.abort()
+
+    harness.run(play)
+    assert harness.attempts[-1] == (3, 0.02)
 
 
 def test_there_are_no_beats_to_a_master_on_this_host(harness: ContactHarness, tmp_path: Path) -> None:

@@ -113,6 +113,8 @@ def test_the_last_words_of_a_stderr_are_its_last_lines_or_the_stack_of_faulthand
         "  outer",
     ]
     assert error_tail("\n".join([*lines, *crash])).splitlines() == [crash[0], *crash[-3:]]
+    of_a_child = [line.replace("Aborted", "Bus error").replace("inner", "child") for line in crash]
+    assert error_tail("\n".join([*of_a_child, *lines, *crash])).splitlines() == [crash[0], *crash[-3:]]
     assert error_tail("") == ""
 
 

@@ -200,6 +200,22 @@ class TestListeners:
 
         assert asyncio.run(main()) == ""
 
+    @pytest.mark.starts_processes
+    def test_listeners_that_have_ended_do_not_count_for_who_comes_after_them(self) -> None:
+        async def main() -> tuple[str, str]:
+            sock = socket.create_server(("127.0.0.1", 0))
+            port = sock.getsockname()[1]
+            program = await asyncio.create_subprocess_exec("sleep", "60", stdin=sock.fileno())
+            sock.close()
+            question = Question(worker(program.pid), Probe("tcp", (f"127.0.0.1:{port}",)))
+            first = await question.ask()
+            program.kill()
+            await program.wait()
+            with socket.create_server(("127.0.0.1", port)):
+                return first, (await question.ask()).replace(str(port), "PORT")
+
+        assert asyncio.run(main()) == ("", "another process listens on port PORT")
+
     def test_listeners_of_tcp_need_say_nothing(self) -> None:
         async def main() -> str:
             async with server(b"", hold=True) as port:

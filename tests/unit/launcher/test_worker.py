@@ -114,9 +114,21 @@ raise KeyError("of the worker")
 """
 
 
+RECORDS = """
+import os
+with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+    file.write("what @record says of the worker")
+os.write(2, b"of the fork")
+raise KeyError("of the worker")
+"""
+
+
 @pytest.mark.starts_processes
+@pytest.mark.parametrize(
+    ("script", "kept"), [(FORKS, "KeyError: 'of the worker'"), (RECORDS, "what @record says of the worker")]
+)
 def test_an_agent_and_the_error_file_have_the_error_of_a_worker_and_not_that_of_its_fork(
-    tmp_path: Path,
+    tmp_path: Path, script: str, kept: str
 ) -> None:
     endpoint, heard = Endpoint("unix", tmp_path), list[Message]()
 
@@ -129,7 +141,7 @@ def test_an_agent_and_the_error_file_have_the_error_of_a_worker_and_not_that_of_
 
     (tmp_path / "token").write_text(endpoint.token.hex())
     (tmp_path / "token").chmod(0o600)
-    (tmp_path / "script.py").write_text(FORKS)
+    (tmp_path / "script.py").write_text(script)
     names = {"SOCKET": str(endpoint.path), "ROLE": "actor", "RANK": "3", "INCARNATION": "2"}
     env = {**os.environ, **{f"UNIRUN_{name}": value for name, value in names.items()}}
     env["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / "error.json")
@@ -139,7 +151,7 @@ def test_an_agent_and_the_error_file_have_the_error_of_a_worker_and_not_that_of_
         ended = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, timeout=WAIT_TIMEOUT)
     errors = [each.message for each in heard if isinstance(each, WorkerError)]
     assert (ended.returncode, errors) == (1, ["KeyError: 'of the worker'"]), ended.stderr
-    assert "of the worker" in (tmp_path / "error.json").read_text()
+    assert kept in (tmp_path / "error.json").read_text()
     assert "of the fork" in ended.stderr
 
 

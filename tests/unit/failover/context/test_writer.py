@@ -18,6 +18,7 @@ import pytest
 from tests.unit.failover.context.faulty_store import FaultyStore
 from tests.unit.failover.job import TERM, Job
 from tests.waiting import WAIT_TIMEOUT, eventually_async
+from unirun.errors import StoreAway
 from unirun.failover.context import ContextStore, load
 from unirun.failover.draft import Command, Record
 from unirun.failover.state import JobPhase, JobState, Verdict
@@ -251,6 +252,36 @@ class TestAStoreThatIsAway:
             *harness.troubles[1:],
         ]
         assert harness.troubles[-1] == harness.writer.trouble == ""
+
+    def test_a_store_that_takes_writes_and_renews_no_term_is_not_back(
+        self, harness: WriterHarness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        renewing = threading.Event()
+
+        class Term:
+            """The term, of which the lease cannot be renewed until `renewing`."""
+
+            ttl = 0.003
+
+            @staticmethod
+            def keep() -> None:
+                if not renewing.is_set():
+                    raise StoreAway("its leases are away")
+
+            resign = harness.writer._term.resign
+
+        monkeypatch.setattr(harness.writer, "_term", Term)
+
+        async def go() -> None:
+            async with harness.writer.working(harness.over):
+                await eventually_async(lambda: harness.writer.trouble != "")
+                records = [harness.decides(str(number)) for number in range(3)]
+                await eventually_async(lambda: harness.done == records)
+                assert {*harness.troubles} == {"its leases are away; decisions wait until it can be written"}
+                renewing.set()
+                await eventually_async(lambda: harness.writer.trouble == "")
+
+        run(go())
 
     @pytest.fixture
     def back(self, harness: WriterHarness) -> threading.Event:

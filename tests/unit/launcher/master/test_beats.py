@@ -270,6 +270,28 @@ class TestSilence:
         assert harness.run(others) == []
 
 
+def test_a_node_that_is_gone_is_not_waited_for_though_it_proves_the_token_once_more(tmp_path: Path) -> None:
+    harness = MasterHarness(tmp_path, Job({"actor": 2}, inventory=TWO), tcp=True)
+    n0, n1 = (credentials_in(tmp_path / name, harness.token, name) for name in ("n0", "n1"))
+
+    async def others() -> None:
+        agent = await harness.greet(harness.model.join("n0"), n0)
+        spare = await harness.greet(harness.model.join("n1"), n1)
+        await answer(agent)
+        await answer(spare)
+        assert harness.master._beats.watches("n1")
+        await spare.close()
+        await eventually_async(lambda: harness.events("agent_lost") != [])
+        for origin in ("n1", ""):
+            agent.send(Knock(origin, "127.0.0.1"))
+        await answer(agent)
+        assert not harness.master._beats.watches("n1")
+        assert harness.master._beats.watches("n0")
+        await end_well(agent)
+
+    assert harness.run(others) == []
+
+
 @pytest.mark.usefixtures("hurried")
 def test_nodes_that_do_not_join_another_master_are_marked_before_they_are_given_up(tmp_path: Path) -> None:
     harness = MasterHarness(tmp_path, Job({"actor": 2}, inventory=TWO, restarts={"actor": 1}), tcp=True)

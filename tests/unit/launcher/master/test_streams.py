@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.failover.job import TERM, Job
+from tests.unit.failover.multi_node import nodes
 from tests.unit.launcher.master.harness import (
     ELECTION_PREFIX,
     MasterHarness,
@@ -33,6 +34,7 @@ from unirun.wire.messages import (
     Ended,
     RoleChanged,
     Shutdown,
+    StartRole,
     Stop,
     StopWorkers,
     View,
@@ -55,6 +57,28 @@ METRICS = {"loss": 0.5, "norm": None}
 
 
 class TestAnAgent:
+    def test_an_agent_makes_the_address_of_its_host_known_as_long_as_it_is_a_part_of_the_job(
+        self, tmp_path: Path
+    ) -> None:
+        harness = MasterHarness(tmp_path, Job({"actor": 2}, inventory=nodes(2)))
+        first, second = "192.0.2.1", "192.0.2.2"
+
+        async def others() -> None:
+            known = harness.master._is_host
+            agent = await harness.greet(replace(harness.model.join("n0"), addr=first))
+            await eventually_async(lambda: len(harness.events("join")) == 1)
+            assert (known(first), known(second)) == (True, False)
+            spare = await harness.greet(replace(harness.model.join("n1"), addr=second))
+            await eventually_async(lambda: len(harness.events("join")) == 2)
+            assert (known(first), known(second)) == (True, True)
+            await spare.close()
+            await eventually_async(lambda: harness.events("agent_lost") != [])
+            assert (known(first), known(second)) == (True, False)
+            await receive_until(agent, StartRole)
+            await end_well(agent)
+
+        assert harness.run(others) == []
+
     def test_an_agent_is_heard_by_who_follows_the_job_and_by_who_reads(self, harness: MasterHarness) -> None:
         async def others() -> None:
             watcher, agent = await harness.greet(Attach()), await harness.agent()
