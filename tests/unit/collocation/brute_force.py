@@ -300,6 +300,13 @@ def may_stay(
     request: PlacementRequest, before: Placement, gone: Collection[Assignment], targets: Sequence[Node]
 ) -> bool:
     """Return True if there are places on `targets` for the ranks that are `gone` when all others stay where they are."""
+    return any(True for _ in ways_to_stay(request, before, gone, targets))
+
+
+def ways_to_stay(
+    request: PlacementRequest, before: Placement, gone: Collection[Assignment], targets: Sequence[Node]
+) -> Iterator[Nodes]:
+    """The ways to put the ranks that are `gone` on `targets` when all others stay where they are."""
     stay = [a for a in before.assignments if a not in gone]
     roles = {role.name: role for role in request.roles}
     part = shares(request)
@@ -334,8 +341,7 @@ def may_stay(
             )
             for node in targets
         ):
-            return True
-    return False
+            yield where
 
 
 def all_counts(request: PlacementRequest) -> Iterator[dict[str, int]]:

@@ -11,9 +11,10 @@ from msgspec.structs import replace
 from tests.unit.collocation.brute_force import counts_of, gpu, hosts
 from tests.unit.collocation.strategies import inventories, requests
 from unirun.collocation import parse_fake
-from unirun.collocation.inventory import Inventory, Node, PlacementRequest, RoleRequest
+from unirun.collocation.inventory import Device, Inventory, Node, PlacementRequest, RoleRequest
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.planning.offers import Trials, shortages
+from unirun.collocation.planning.problem import Kinds, problem_of
 from unirun.errors import PlacementError
 
 PAIR = (gpu("actor", 2), gpu("rollout", 2))
@@ -249,6 +250,28 @@ def test_for_every_request_that_does_not_fit_a_near_one_does(
         assert found.nearest or not {role.device for role in request.roles} <= {*types, "cpu", None}
     else:
         assume(False)
+
+
+OTHER = {
+    "cpus": (0,),
+    "devices": (Device("0", "H"),),
+    "memory": 40,
+    "numa": ((0, (0, 1)), (1, (2, 3))),
+    "component": 1,
+    "resources": {"license": 1},
+}
+"""By field of a node: another value."""
+
+
+@pytest.mark.parametrize("field", [each for each in Node.__struct_fields__ if each != "name"])
+def test_nodes_that_differ_in_what_ranks_may_need_are_tried_each(field: str) -> None:
+    needs = {"memory": 30, "license": 1}
+    request = PlacementRequest((gpu("a", 1, needs=needs), RoleRequest("b", 1, 1, "cpu", needs={"cpus": 1})))
+    (node,) = hosts(2, cpus=4).nodes
+    alike, other = replace(node, name="n1"), replace(node, name="n2", **{field: OTHER[field]})
+    assert len(Trials(Inventory((node, alike, other))).kinds) == 2
+    first, second, third = Kinds(problem_of(request), 1).of([node, alike, other])
+    assert first is second is not third
 
 
 def large(**counts: int) -> tuple[RoleRequest, ...]:

@@ -5,8 +5,10 @@ The first are the three strategies of the DLRover proposal for a unified control
 
 from __future__ import annotations
 
+from collections import Counter
 from fractions import Fraction
 
+import pytest
 from msgspec.structs import replace
 
 from tests.unit.collocation.brute_force import gpu, hosts
@@ -243,3 +245,12 @@ def test_cpu_jobs_have_a_place_per_processor_and_more_when_it_takes_more() -> No
     assert nodes(4) == [4, 0]
     assert nodes(6) == [4, 2]
     assert nodes(16) == [8, 8]
+
+
+@pytest.mark.parametrize("count", range(1, 20))
+def test_processes_that_are_more_than_processors_are_spread_over_the_numa_nodes(count: int) -> None:
+    (node,) = hosts(0, cpus=4).nodes
+    numa = replace(node, numa=((0, (0, 1)), (1, (2, 3))))
+    placement = plan(PlacementRequest((RoleRequest("actor", count, count),)), Inventory((numa,)))
+    of = Counter(each.numa for each in placement.assignments)
+    assert all(2 * (count // 4) <= of[number] <= 2 * -(-count // 4) for number in range(2)), of

@@ -29,6 +29,7 @@ from tests.unit.collocation.brute_force import (
     nodes_of,
     nodes_of_parts,
     usable,
+    ways_to_stay,
 )
 from tests.unit.collocation.strategies import inventories, requests, spread
 from unirun.collocation.inventory import Assignment, Inventory, Node, Placement, PlacementRequest, Ties
@@ -107,6 +108,12 @@ def test_rules_place_what_can_be_placed_and_little_more_than_must_crosses_nodes(
         assert placement.crossing - min(ways) <= 0.5 * sum(request.ties.weights.values()) + 1e-9
 
 
+def judged(request: PlacementRequest, where: Nodes) -> tuple[float, int, int]:
+    """The costs of a placement, first of all what goes between nodes; the least is the best."""
+    used = {node for nodes in where.values() for node in nodes}
+    return round(crossing(request, where), 9), nodes_of_parts(request, where), len(used)
+
+
 @st.composite
 def tied(draw: st.DrawFn) -> tuple[PlacementRequest, Inventory]:
     """Roles of which some wait for each other, with so little between them that often only this can decide."""
@@ -134,14 +141,10 @@ def test_where_as_little_crosses_nodes_parts_are_on_the_fewest_and_then_the_job(
     assume(placement is not None)
     assert placement is not None
     counts = {role.name: role.count for role in request.roles}
-
-    def judged(where: Nodes) -> tuple[float, int, int]:
-        used = {node for nodes in where.values() for node in nodes}
-        return round(crossing(request, where), 9), nodes_of_parts(request, where), len(used)
-
-    ways = {judged(where) for where in all_nodes(request, counts, inventory)}
-    assert judged(nodes_of(request, placement)) == min(ways)
-    free = judged(nodes_of(request, plan(replace(request, ties=Ties(request.ties.weights)), inventory)))
+    ways = {judged(request, where) for where in all_nodes(request, counts, inventory)}
+    assert judged(request, nodes_of(request, placement)) == min(ways)
+    without = plan(replace(request, ties=Ties(request.ties.weights)), inventory)
+    free = judged(request, nodes_of(request, without))
     event("parts decide" if free != min(ways) else "they do not")
 
 
@@ -335,6 +338,42 @@ def test_a_loss_of_any_node_moves_only_who_must_and_to_spares_first(
             # Roles that may be anywhere go where the others are.
             names = [role.name for role in searched(request).roles or request.roles]
             assert {b.node for a, b in pairs if a.node == node and a.role in names} <= set(before.spares)
+
+
+@st.composite
+def strewn(draw: st.DrawFn) -> tuple[PlacementRequest, Inventory, Placement]:
+    """Ranks of one device each that are anywhere, as losses and ends of other roles leave them."""
+    inventory = hosts(*draw(st.lists(st.integers(1, 3), min_size=3, max_size=5)))
+    slots = draw(
+        st.permutations([(node.name, each.index) for node in inventory.nodes for each in node.devices])
+    )
+    roles = tuple(gpu(name, draw(st.integers(1, 2))) for name in "ab")
+    ties = Ties({("a", "b"): 1.0}) if draw(st.booleans()) else Ties()
+    places = []
+    for role in roles:
+        taken = sorted(slots.pop() for _ in range(min(role.count, len(slots))))
+        places += [
+            Assignment(role.name, rank, node, int(index), 0, (index,), own=(index,))
+            for rank, (node, index) in enumerate(taken)
+        ]
+    return PlacementRequest(roles, ties=ties), inventory, Placement(tuple(places), "")
+
+
+@slow
+@given(strewn())
+def test_those_that_must_move_go_where_they_are_best_while_the_others_stay(
+    case: tuple[PlacementRequest, Inventory, Placement],
+) -> None:
+    request, inventory, before = case
+    assume(len(before.assignments) == sum(role.count for role in request.roles))
+    for node in before.nodes:
+        left = [each for each in inventory.nodes if each.name != node]
+        gone = [a for a in before.assignments if a.node == node]
+        ways = {judged(request, where) for where in ways_to_stay(request, before, gone, left)}
+        event(f"{min(len(ways), 2)} that differ")
+        if ways:
+            after = replan(request, inventory, before, frozenset({node}))
+            assert judged(request, nodes_of(request, after)) == min(ways)
 
 
 PROGRAM = """

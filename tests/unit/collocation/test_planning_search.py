@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from itertools import combinations
+from random import Random
 
 import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
@@ -304,3 +305,24 @@ def test_nodes_with_the_same_links_are_alike() -> None:
     assert rooms("fake:nodes=50,devices=8,nvlink=2") == 1
     assert rooms("fake:nodes=2,devices=8,nvlink=2", "fake:devices=8,nvlink=4") == 2
     assert rooms("fake:devices=8,nvlink=2", "fake:devices=8,nvlink=4", "fake:devices=8,nvlink=2") == 2
+
+
+@given(
+    st.integers(2, 8),
+    st.sampled_from([1, 2]),
+    st.sampled_from([pairs, far_pairs, quads, odd_and_even]),
+    st.randoms(use_true_random=False),
+)
+def test_nodes_are_alike_when_only_one_device_of_a_link_tells_it(
+    count: int, numas: int, nvlink: Callable[[int, int], int], random: Random
+) -> None:
+    (node,) = hosts(count, numas=numas, nvlink=nvlink).nodes
+    links = [(each.index, peer) for each in node.devices for peer, _ in each.links if each.index < peer]
+    silent = {random.choice([(one, other), (other, one)]) for one, other in links}
+    devices = (
+        replace(each, links=tuple(link for link in each.links if (each.index, link[0]) not in silent))
+        for each in node.devices
+    )
+    problem = problem_of(PlacementRequest((gpu("a", 1),)))
+    both, one = Kinds(problem, 1).of([node, replace(node, name="n1", devices=tuple(devices))])
+    assert both is one
