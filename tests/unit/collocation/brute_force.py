@@ -108,6 +108,9 @@ def check(request: PlacementRequest, placement: Placement, allowed: Sequence[Nod
     part = shares(request)
     for role in request.roles:
         ranks = by_role[role.name]
+        masks = defaultdict[str, list[str]](list)
+        for a in sorted(ranks, key=lambda each: each.local_rank):
+            masks[a.node] += a.own
         assert [a.rank for a in ranks] == list(range(len(ranks)))
         assert role.least <= len(ranks) <= role.count
         assert len(set(nodes_of(request, placement)[role.name])) <= len(ranks)
@@ -130,6 +133,10 @@ def check(request: PlacementRequest, placement: Placement, allowed: Sequence[Nod
             assert a.numa == (numas.pop() if len(numas) == 1 else -1)
             assert a.devices is not None
             assert a.devices == a.own or (a.devices[a.local_rank],) == a.own
+            # Those that stay on a node do not see what has come to it since.
+            assert a.devices in (a.own, tuple(masks[a.node][: len(a.devices)])), (
+                "a mask has devices of no rank"
+            )
         local = defaultdict(list)
         for a in ranks:
             local[a.node].append(a.local_rank)

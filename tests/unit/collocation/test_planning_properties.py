@@ -303,6 +303,7 @@ def test_as_few_ranks_as_can_be_make_room_when_there_is_no_other_way(
         return
     event(f"{fewest} have to move")
     after = replan(request, inventory, before, frozenset({home}))
+    check(request, after, left)
     moved = [
         a
         for a, b in zip(before.assignments, after.assignments, strict=True)
@@ -329,6 +330,7 @@ def test_a_loss_of_any_node_moves_only_who_must_and_to_spares_first(
                 replan(request, inventory, before, frozenset({node}))
             continue
         after = replan(request, inventory, before, frozenset({node}))
+        check(request, after, left)
         pairs = list(zip(before.assignments, after.assignments, strict=True))
         moved = [a for a, b in pairs if a.node != node and (a.node, a.own) != (b.node, b.own)]
         assert len(moved) == fewest

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tests.unit.failover.job import KILL, TERM, Job
 from tests.unit.failover.multi_node import gone, nodes, scripts
 from tests.unit.failover.services import Services, program, service
-from tests.unit.failover.takeover import rejoin, take_over
+from tests.unit.failover.takeover import join, take_over
 from tests.unit.failover.workloads import reformed, serving, up
 from unirun.collocation import Inventory
 from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT
@@ -192,10 +192,17 @@ class TestABackOff:
         assert job.orders(OpenStore) == [OpenStore("actor", 2)]
         assert job.all_run("actor").state.roles["actor"].restarts == 2
 
-    def test_a_back_off_is_waited_for_by_the_next_master(self) -> None:
-        job = settings(Job({"actor": 1}, restarts={"actor": 9}), of_roles={"restart_delay": 30.0}).running()
+    @pytest.mark.parametrize("comes", [True, False])
+    def test_a_back_off_is_waited_for_by_the_next_master(self, *, comes: bool) -> None:
+        """All nodes come to it, or one that nothing ran on is given up."""
+        job = Job({"actor": 1}, restarts={"actor": 9}, inventory=nodes(2))
+        settings(job, of_roles={"restart_delay": 30.0}).running()
         job.exits("actor", 0, 1).all_run("actor").exits("actor", 0, 1)
-        rejoin(job)
+        before = job.state
+        take_over(job)
+        join(job, before, "n0")
+        assert not any(isinstance(c, After) and c.event == Due.START for c in job.commands)
+        join(job, before, "n1") if comes else job.on(Due.REJOIN)
         (wait,) = (c.delay for c in job.commands if isinstance(c, After) and c.event == Due.START)
         assert 20.0 < wait < 30.0
         assert job.orders(OpenStore) == []

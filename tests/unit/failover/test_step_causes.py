@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from tests.unit.failover.job import KILL, TERM, Job
+from tests.unit.failover.multi_node import scripts
 from unirun.failover.draft import ToWatchers
 from unirun.failover.restart_or_end import EVIDENCE_DELAY
-from unirun.wire.messages import StopWorkers
+from unirun.wire.messages import Drain, StopWorkers
 from unirun.wire.reports import Notice, WorkerError
 
 PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242"
@@ -73,6 +74,10 @@ class TestARankThatHasNotFailed:
         for restarts in ({}, {"actor": 1}):
             job = loses_a_peer(Job({"actor": 3}, restarts=restarts).running(), 0)
             assert job.orders(StopWorkers) == [StopWorkers("actor", (1, 2), TERM, 30.0, EVIDENCE_DELAY)]
+
+    def test_peers_that_have_come_back_have_no_moment_more_when_they_move(self) -> None:
+        job = loses_a_peer(scripts(4, restarts=1).running(), 0).obey().all_run("actor").on(Drain("n1"))
+        assert {order.after for order in job.orders(StopWorkers)} == {0.0}
 
     def test_other_roles_are_told_at_once(self) -> None:
         job = loses_a_peer(Job({"actor": 2, "rollout": 1}).running(), 0)
