@@ -186,7 +186,7 @@ def _elsewhere(late: Sequence[RankProgress]) -> dict[WorkerId, str]:
         if len(counts) < 2:
             continue
         # Where as many ranks are in each, those that have begun fewer collectives are behind.
-        most = max(counts, key=lambda each: (counts[each], each[0]))
+        most = max(counts, key=lambda each: (counts[each], each))
         others = _words(Wait(group, *most))
         return {
             rank.worker: f"{_quiet(rank)}: it waits in {_words(wait)}, the others in {others}{_at(rank)}"

@@ -96,7 +96,12 @@ class TestTheRankThatHangs:
         assert "it waits in broadcast 7 of default_pg, the others in all_reduce 7 of default_pg" in found[1]
 
     def test_one_that_is_behind_in_the_collectives_of_its_group(self) -> None:
-        assert set(hung(waiting(0), waiting(1, Wait("default_pg", 6, "all_reduce")))) == {1}
+        ahead, behind = waiting(0), waiting(1, Wait("default_pg", 6, "all_reduce"))
+        assert hung(ahead, behind).keys() == hung(behind, ahead).keys() == {1}
+
+    def test_of_two_in_different_collectives_of_one_number_it_is_the_same_whoever_answers_first(self) -> None:
+        one, other = waiting(0), waiting(1, BROADCAST)
+        assert hung(one, other) == hung(other, one)
 
     def test_a_rank_outside_of_a_group_is_not_missed_in_it(self) -> None:
         """Ranks 0 and 1 wait for each other in a group of their own, and rank 2 for nobody."""
