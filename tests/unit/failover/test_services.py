@@ -14,6 +14,7 @@ from tests.unit.failover.takeover import rejoin
 from unirun.collocation import Device, Inventory, Node, place
 from unirun.errors import EXIT_PLACEMENT
 from unirun.failover.draft import AgentLost, Due, ToAgent
+from unirun.failover.policy import budget_for
 from unirun.failover.state import NEVER, ROLE_ENDS, JobPhase, RolePhase, new_job
 from unirun.spec.job import Entry, RoleSpec
 from unirun.wire.messages import Drain, Drained, Reserve, StartRole, StopWorkers
@@ -300,6 +301,15 @@ def test_a_rank_that_waits_for_its_start_pays_nothing_for_the_loss_of_its_node()
     assert job.state.phase is JobPhase.RUNNING
     assert (job.worker().paid, job.worker().due) == (before.paid, before.due)
     assert asked_for_ports(job) == [node for node in ("n1", "n2") if node != job.worker("train").node]
+
+
+def test_of_ranks_that_end_together_the_budget_is_that_of_the_one_with_the_least_left() -> None:
+    job = Services(service(count=3, max_restarts=2), program()).up().dies(rank=1).ready("engine", 1)
+    role, now = job.state.roles["engine"], job.now
+    left = {
+        ranks: budget_for(job.state, role, now, ranks).left for ranks in [(0,), (1,), (0, 1), (1, 2), (0, 2)]
+    }
+    assert left == {(0,): 2, (1,): 1, (0, 1): 1, (1, 2): 1, (0, 2): 2}
 
 
 @pytest.mark.parametrize("arrived", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -153,6 +155,32 @@ def test_an_agent_and_the_error_file_have_the_error_of_a_worker_and_not_that_of_
     assert (ended.returncode, errors) == (1, ["KeyError: 'of the worker'"]), ended.stderr
     assert kept in (tmp_path / "error.json").read_text()
     assert "of the fork" in ended.stderr
+
+
+@pytest.mark.starts_processes
+def test_forked_workers_have_keys_random_numbers_and_a_directory_of_their_own(tmp_path: Path) -> None:
+    def look() -> str:
+        key, folder = multiprocessing.current_process().authkey, multiprocessing.process.ORIGINAL_DIR  # type: ignore[attr-defined]
+        return f"{key.hex()} {numpy.random.random()} {folder}"
+
+    def forked(name: str) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.chdir(folder)
+                child.renew()
+                (folder / "look").write_text(look())
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        return (folder / "look").read_text()
+
+    looks = [each.split(" ", 2) for each in (look(), forked("0"), forked("1"))]
+    keys, numbers, folders = zip(*looks, strict=True)
+    assert [len(set(keys)), len(set(numbers))] == [3, 3]
+    assert folders[1:] == (str(tmp_path / "0"), str(tmp_path / "1"))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.binary(max_size=20)), max_size=12))
