@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -10,12 +12,12 @@ from tests.unit.failover.job import KILL, TERM, Job
 from tests.unit.failover.multi_node import gone, places, ranks, scripts, workloads
 from tests.unit.failover.takeover import join, take_over
 from unirun.failover.context import decode, encode, urgent
-from unirun.failover.draft import ToAgent
+from unirun.failover.draft import Event, Straggles, ToAgent
 from unirun.failover.nodes import RETRY_REMEDY
 from unirun.failover.state import RolePhase
 from unirun.values import WorkerId
 from unirun.wire.messages import Drain, Drained, Shutdown, StartRole, StopWorkers
-from unirun.wire.reports import FromWorker, GroupFormed, OpenStore, Serving, StoreOpened, WorkerError
+from unirun.wire.reports import FromWorker, GroupFormed, Notice, OpenStore, Serving, StoreOpened, WorkerError
 
 
 def leaves(job: Job) -> list[str]:
@@ -152,6 +154,25 @@ class TestAWorkerThatMovesAlone:
             join(job, before, node)
         job.exits("actor", 2, by=TERM, asked=TERM).exits("actor", 3, by=TERM, asked=TERM)
         assert ranks(job) == {"n3": [2, 3]}
+
+
+class TestWhileTheJobRecovers:
+    @pytest.mark.parametrize("recovers", [{"losses": {"n3": "it is gone"}}, {"away": frozenset({"n3"})}])
+    @pytest.mark.parametrize("event", [Drain("n1"), Straggles(WorkerId("actor", 3, 0), "it is slow")])
+    def test_no_rank_is_moved(self, event: Event, recovers: dict[str, Any]) -> None:
+        job, sound = scripts(of=4).running(), scripts(of=4).running()
+        assert sound.on(event).state.placement != job.state.placement
+        job.state = replace(job.state, **recovers)
+        before = job.state
+        assert job.on(event).state == before
+        assert job.orders(StopWorkers) == []
+
+    def test_no_node_leaves_until_all_have_joined_the_next_master(self) -> None:
+        job = scripts(of=4).running()
+        job.state = replace(job.state, draining=("n2",), away=frozenset({"n3"}))
+        assert leaves(job.on(Notice("n0", "hm"))) == []
+        job.state = replace(job.state, away=frozenset())
+        assert leaves(job.on(Notice("n0", "hm"))) == ["n2"]
 
 
 class TestRefusals:

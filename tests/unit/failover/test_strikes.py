@@ -11,8 +11,9 @@ from unirun.failover.draft import AgentLost, ToAgent
 from unirun.failover.policy import STRIKE_SECONDS
 from unirun.failover.state import RolePhase
 from unirun.spec.job import EntryKind
-from unirun.wire.messages import Drain
-from unirun.wire.reports import Notice, OpenStore, Sick, WorkerError
+from unirun.values import WorkerId
+from unirun.wire.messages import Drain, StopWorkers
+from unirun.wire.reports import FromWorker, Notice, OpenStore, Resilient, Sick, WorkerError
 
 PEER = WorkerError("RuntimeError: Connection closed by peer [127.0.0.1]:3776", "", 100.0)
 
@@ -151,6 +152,13 @@ class TestASickNode:
         assert job.on(Sick("n0", "device", "GPU 1 is lost")).told(Notice) == []
         job.exits("actor", 1, 1)
         assert places(job) == ["n0", "n1"]
+
+    def test_a_rank_of_a_function_that_survives_leaves_it_when_it_fails_and_its_peer_stays(self) -> None:
+        job = running({"actor": 2})
+        for rank in (0, 1):
+            job.on(FromWorker(WorkerId("actor", rank, 0), Resilient(inside=True)))
+        job.on(Sick("n0", "device", "GPU 1 is lost")).exits("actor", 1, 1)
+        assert (places(job), job.orders(StopWorkers)) == (["n0", "n1"], [])
 
     def test_the_last_one_is_told_and_keeps_its_ranks(self) -> None:
         job = running({"actor": 1}, of=1).on(Sick("n0", "disk", "the disk of /x is full"))

@@ -276,9 +276,11 @@ def test_a_node_that_is_gone_is_not_waited_for_though_it_proves_the_token_once_m
 
     async def others() -> None:
         agent = await harness.greet(harness.model.join("n0"), n0)
-        spare = await harness.greet(harness.model.join("n1"), n1)
         await answer(agent)
+        began = harness.master._beats._joined
+        spare = await harness.greet(harness.model.join("n1"), n1)
         await answer(spare)
+        assert harness.master._beats._joined == began, "the time of the others counts from the first one on"
         assert harness.master._beats.watches("n1")
         await spare.close()
         await eventually_async(lambda: harness.events("agent_lost") != [])
