@@ -236,6 +236,17 @@ def test_transports_know_nothing_of_calls() -> None:
     )
 
 
+def test_texts_of_digits_are_read_in_one_place() -> None:
+    """`int` raises for some texts that `isdigit` lets through, and for thousands of digits."""
+    none(
+        f"{module.name}:{node.lineno} asks {node.attr}"
+        for module in modules()
+        if module.name != "unirun.values"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("isdecimal", "isdigit", "isnumeric")
+    )
+
+
 def test_the_cores_do_no_input_and_no_output() -> None:
     pure = (
         *(f"roles.{name}" for name in ("calls.policy", "calls.codec", "transport.frames")),

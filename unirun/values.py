@@ -69,6 +69,12 @@ def split_endpoint(text: str) -> tuple[str, int]:
     return addr.removeprefix("[").removesuffix("]"), int(port)
 
 
+def natural(text: str) -> int | None:
+    """The number that `text` has in at most 18 decimal digits; None for any other text. `int` alone reads digits of all
+    scripts, signs, blanks and underscores, and raises ValueError for text that is too long."""
+    return int(text) if len(text) <= 18 and text.isascii() and text.isdecimal() else None
+
+
 def show_ranks(ranks: Iterable[int]) -> str:
     """Ascending `ranks` as people write them: ``0-3,7``."""
     runs = []

@@ -16,7 +16,7 @@ import pytest
 
 import unirun
 from unirun.failover.state import Ranks
-from unirun.values import Value, split_endpoint
+from unirun.values import Value, natural, split_endpoint
 from unirun.wire.handshake import Token
 
 PLAIN = (int, float, str, bytes, bool, type(None), Fraction, Path, enum.Enum, Value, Ranks)
@@ -90,3 +90,27 @@ def _is_plain(hint: Any) -> bool:
     if issubclass(hint, tuple) and hasattr(hint, "_fields"):
         return all(map(_is_plain, get_type_hints(hint).values()))
     return issubclass(hint, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("0", 0),
+        ("007", 7),
+        ("9" * 18, 10**18 - 1),
+        ("9" * 19, None),
+        # `int` raises for more than 4300 digits, and for the first of these; it takes the others.
+        ("9" * 5000, None),
+        ("\u00b2", None),
+        ("\u0663", None),
+        ("-1", None),
+        ("+1", None),
+        ("1_0", None),
+        (" 1", None),
+        ("1\n", None),
+        ("1.0", None),
+        ("", None),
+    ],
+)
+def test_a_natural_number_has_decimal_digits_and_not_too_many(text: str, number: int | None) -> None:
+    assert natural(text) == number

@@ -102,7 +102,7 @@ def _inventory(component: Component) -> Inventory:
     """A node as the first component has it, as far as its options tell, for roles with ``gpu`` or ``cpu`` ranks."""
     options = component.options
     gpus = options.get("gpus_per_node") or next(iter(re.findall(r"gpu:[^,]+", options.get("gres", ""))), "")
-    number = re.search(r"[0-9]+$", gpus)
+    number = re.search(r"(?<![0-9])[0-9]{1,4}$", gpus)
     devices = tuple(Device(str(index), "GPU") for index in range(int(number[0]) if number else bool(gpus)))
     return Inventory((Node("node0", tuple(range(int(options.get("cpus_per_task", "1")))), devices),))
 

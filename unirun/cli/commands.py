@@ -14,7 +14,7 @@ from typing import Any
 from unirun.cli.commandline import Parser, add_options
 from unirun.cli.options import GRAPH_OPTIONS, PLAN_OPTIONS, SHELLS
 from unirun.errors import UsageError
-from unirun.values import Value
+from unirun.values import Value, natural
 
 Add = Callable[..., argparse.Action]
 """`argparse.ArgumentParser.add_argument`."""
@@ -104,9 +104,9 @@ def _seconds(text: str) -> float:
 
 def _machines(text: str) -> int:
     """The type of an option that is a number of nodes or GPUs."""
-    if not text.isdecimal() or not 0 < int(text) < 100_000:
-        raise UsageError(f"{text!r} is no number of nodes or GPUs", "use 1 or more")
-    return int(text)
+    if not 0 < (found := natural(text) or 0) < 100_000:
+        raise UsageError(f"{text!r:.80} is no number of nodes or GPUs", "use 1 or more")
+    return found
 
 
 FLAG = "store_true"

@@ -51,6 +51,7 @@ from unirun.spec.roles import (
     python_path,
 )
 from unirun.spec.yaml import is_override, merge
+from unirun.values import natural
 
 # Options as the mapping of a job file.
 
@@ -336,7 +337,7 @@ def _rendezvous_setting(item: str, job: dict[str, Any], *, alone: bool) -> None:
             )
     elif key in (*BETWEEN_NODES, *ONE_NODE_OPTIONS):
         whole = value.replace(".", "", 1) if key == CAS_BACKOFF else value
-        if key in BETWEEN_NODES and not (whole.isascii() and whole.isdecimal()):
+        if key in BETWEEN_NODES and natural(whole) is None:
             raise UsageError(f"--rdzv-conf {item}: expected a whole number", "leave it out")
     else:
         job["join_timeout"] = value
@@ -410,7 +411,7 @@ def refuse_mistakes(line: CommandLine) -> None:
         return
     if "=" in word:
         _refuse_assignment(word, line)
-    if word.isdecimal() and "roles" in line.options:
+    if natural(word) is not None and "roles" in line.options:
         roles = ",".join(line.options["roles"])
         raise UsageError(f"{word} stands where the script is expected", f"write --roles {roles}={word}")
     if "config" in line.options and _KEY.fullmatch(word):

@@ -33,7 +33,7 @@ from unirun.rendezvous.masters import call_master, follow_to_end
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import store_url
 from unirun.spec.read import show_size
-from unirun.values import Value
+from unirun.values import Value, natural
 from unirun.wire.messages import Stop
 
 HEADERS = ("JOB", "STATE", "EXIT", "ROLES", "STARTED", "TOOK", "MASTER")
@@ -360,8 +360,8 @@ def _cancel(run_id: str, batch: str, *, now: bool, wait: bool) -> int:
 def _signal(text: str) -> signal.Signals:
     """``SIGTERM``, ``TERM``, ``term`` or ``15``. Raises `UsageError`."""
     try:
-        if text.isascii() and text.isdigit():
-            return signal.Signals(int(text))
+        if (number := natural(text)) is not None:
+            return signal.Signals(number)
         return signal.Signals[f"SIG{text.upper().removeprefix('SIG')}"]
     except (KeyError, ValueError):
-        raise UsageError(f"{text!r} is no signal", "for example SIGTERM or SIGINT") from None
+        raise UsageError(f"{text!r:.80} is no signal", "for example SIGTERM or SIGINT") from None

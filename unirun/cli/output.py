@@ -18,6 +18,7 @@ from unirun.collocation.graph.svg import coloured
 from unirun.errors import UsageError
 from unirun.launcher.foreground.terminal import columns, in_colour, say
 from unirun.spec.read import as_duration, printable
+from unirun.values import natural
 
 LEAST = 20
 """The fewest columns that a screen is taken to have."""
@@ -25,9 +26,8 @@ LEAST = 20
 
 def screen_width() -> int | None:
     """The columns of the screen: $COLUMNS, or those of the terminal; None when another program reads."""
-    told = os.environ.get("COLUMNS", "")
-    if told.isdecimal() and int(told):
-        return max(int(told), LEAST)
+    if told := natural(os.environ.get("COLUMNS", "")):
+        return max(told, LEAST)
     return max(columns(sys.stdout.fileno()), LEAST) if sys.stdout.isatty() else None
 
 

@@ -31,7 +31,7 @@ from unirun.observe.jobdir import job_at
 from unirun.spec.job import JobSpec, RoleSpec
 from unirun.spec.read import clipped, nearest, printable
 from unirun.spec.secrets import MASK, secret_names
-from unirun.values import Value, show_ranks
+from unirun.values import Value, natural, show_ranks
 from unirun.wire.messages import StartRole, StartWorker
 
 # Nodes × slots with the ranks on them, as a value.
@@ -160,7 +160,7 @@ def _devices(node: Node) -> list[Column]:
 
 def _by_number(column: Column) -> tuple[str, int, str]:
     kind, index = column
-    return kind, int(index) if index.isdecimal() else 0, index
+    return kind, natural(index) or 0, index
 
 
 def _cell(tenants: Mapping[tuple[str, float], Sequence[int]] | None, there: bool) -> Cell:

@@ -38,6 +38,7 @@ from unirun.rendezvous.store.url import store_url
 from unirun.spec.job import JobSpec
 from unirun.spec.read import is_run_id
 from unirun.spec.roles import NodeCount
+from unirun.values import natural
 from unirun.wire.address import TcpAddress
 from unirun.wire.handshake import Token, new_token
 from unirun.wire.messages import Invite
@@ -326,9 +327,9 @@ def endpoint(text: str) -> tuple[str, int]:
     """``HOST[:PORT]``. Raises `UsageError`."""
     host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
     host, port = (host, port) if colon else (text, str(HEAD_PORT))
-    if not port.isdecimal() or not 0 < int(port) < 65536:
+    if not 0 < (number := natural(port) or 0) < 65536:
         raise UsageError(f"{port!r:.80} is no port", "write --rdzv-endpoint HOST:PORT")
-    return _bare(host), int(port)
+    return _bare(host), number
 
 
 def _bare(host: str) -> str:
@@ -341,8 +342,8 @@ def _node_rank(options: Mapping[str, Any], most: int) -> int:
     if "node_rank" not in options:
         return -1
     text = str(options["node_rank"])
-    if not text.isdecimal() or int(text) >= most:
+    if (found := natural(text)) is None or found >= most:
         raise UsageError(
             f"--node-rank {text:.80}: expected 0 to {most - 1}", "each node has a rank of its own"
         )
-    return int(text)
+    return found

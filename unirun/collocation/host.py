@@ -25,7 +25,7 @@ from unirun.collocation.limits import (
 )
 from unirun.errors import Fault, PlacementError, SpecError
 from unirun.spec.read import parse_size
-from unirun.values import Value
+from unirun.values import Value, natural
 
 # The processors that are near a device: the four modes of torchrun's ``--numa-binding``, as a pure function.
 #
@@ -91,7 +91,7 @@ def near_cpus(mode: str, device: str, topology: Topology) -> tuple[int, ...]:
 
 
 def _device_order(index: str) -> tuple[int, str]:
-    return (int(index), "") if index.isdigit() else (1 << 30, index)
+    return (1 << 30, index) if (number := natural(index)) is None else (number, "")
 
 
 def _share(cores: Sequence[tuple[int, ...]], index: int, shares: int) -> tuple[int, ...]:

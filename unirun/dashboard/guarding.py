@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Mapping
 from http.cookies import CookieError, SimpleCookie
 
-from unirun.values import Value
+from unirun.values import Value, natural
 
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """Names by which a browser on this host may call the server. The port may be that of a tunnel."""
@@ -77,7 +77,7 @@ def foreign(method: str, headers: Mapping[str, str], *, link: bool = False) -> R
     """The reason why a request may come from another site; None if it does not. A `link` may be followed from
     anywhere, as its token is what counts."""
     host = headers.get("host", "")
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+    name = host.rpartition(":")[0] if natural(host.rpartition(":")[2]) is not None else host
     if name.lower() not in HOSTS:
         return Refusal(421, "this server has no such name: open it as 127.0.0.1 or localhost")
     if method not in ("GET", "HEAD"):

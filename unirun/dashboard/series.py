@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import isfinite
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from unirun.values import Value
 
 BINS = 1024
 """Points of a chart. When there are more, two neighbours become one."""
+
+LARGEST = 1e200
+"""The sums of values below it are finite."""
 
 NAMES = 500
 """Metrics of a job that are kept. Others are counted only."""
@@ -42,8 +44,8 @@ class Series:
         self._more = 0
 
     def add(self, x: float, value: float | None) -> None:
-        """Add one value; None is one that is not finite."""
-        if value is None or not isfinite(value):
+        """Add one value; None is one that is not finite. Those beyond `LARGEST` count as such."""
+        if value is None or not (abs(value) < LARGEST and abs(x) < LARGEST):
             self._more += 1
             return
         number = int(max(x, 0.0) / self._width)
@@ -102,7 +104,7 @@ class Book:
         values, role, rank, when = (line.get(name) for name in ("values", "role", "rank", "time"))
         if not (isinstance(values, dict) and isinstance(role, str) and isinstance(rank, int)):
             return
-        if not isinstance(when, int | float):
+        if not (_is_number(when) and abs(when) < LARGEST):
             return
         step = next((values[name] for name in STEPS if _is_number(values.get(name))), None)
         for name, value in values.items():
@@ -148,5 +150,5 @@ class Book:
         ]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)

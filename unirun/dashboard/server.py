@@ -26,6 +26,7 @@ from unirun.dashboard.reading import STREAMS, RankLog
 from unirun.dashboard.views import Plain, changes
 from unirun.dashboard.watching import Jobs, WatchedJob
 from unirun.errors import JobError, UsageError
+from unirun.values import natural
 
 LOOK_SECONDS = 0.2
 """Seconds between two looks at the files of a job that a page shows."""
@@ -160,7 +161,7 @@ class PageServer:
             return PlainTextResponse(str(error), 404)
         # A browser that connects again names the last news that it has got.
         after = request.headers.get("last-event-id") or request.query_params.get("after", "")
-        return self._stream(_job_news(job, int(after) if after.isdecimal() else 0))
+        return self._stream(_job_news(job, natural(after) or 0))
 
     def _stream(self, news: AsyncIterator[dict[str, Any] | None]) -> Response:
         """Server-sent events until the server ends; None is nothing new. A ``number`` is the id of the event."""
@@ -260,10 +261,9 @@ def _log_file(query: Query) -> RankLog:
 
 
 def _number(query: Query, name: str) -> int:
-    text = query.get(name, "")
-    if not (text.isascii() and text.isdecimal()) or len(text) > 18:
+    if (found := natural(query.get(name, ""))) is None:
         raise UsageError(f"{name} is no number")
-    return int(text)
+    return found
 
 
 class _Guarded:

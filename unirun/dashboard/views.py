@@ -13,6 +13,7 @@ from unirun.failover.hangs import named
 from unirun.failover.stacks import groups, meeting_line, meetings
 from unirun.observe.events import LoggedEvent, consequences, covers, failures
 from unirun.observe.status import JobStatus, RoleStatus, WorkerStatus
+from unirun.values import natural
 from unirun.wire.reports import RankStacks
 
 SPANS = 200
@@ -191,9 +192,10 @@ def _ranks(text: str, count: int) -> Iterable[int]:
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
-        if first.isdecimal() and (last or first).isdecimal():
-            found += range(int(first), min(int(last or first) + 1, count))
-    return [rank for rank in found if rank < count]
+        low, high = natural(first), natural(last or first)
+        if low is not None and high is not None:
+            found += range(low, min(high + 1, count))
+    return found
 
 
 class _Lane:

@@ -28,7 +28,7 @@ from unirun.experiments.graph import Abstraction
 from unirun.experiments.starting import plain
 from unirun.observe.events import read_lines
 from unirun.train.losses import LIMIT
-from unirun.values import Value
+from unirun.values import Value, natural
 from unirun.wire.frames import finite
 from unirun.wire.reporting import report
 
@@ -291,7 +291,7 @@ class Recovery:
         if there:
             top = self._top / "earlier"
             top.mkdir(exist_ok=True)
-            numbers = [int(path.name) for path in top.iterdir() if path.name.isdecimal()]
+            numbers = [natural(path.name) or 0 for path in top.iterdir()]
             folder = top / str(1 + max(numbers, default=0))
             folder.mkdir()
             for path in there:

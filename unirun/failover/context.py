@@ -35,7 +35,7 @@ from unirun.rendezvous.election import (
     silent_key,
 )
 from unirun.rendezvous.store.protocol import Compare, Put, RevisionIs, Store, ValueIs
-from unirun.values import WorkerId
+from unirun.values import WorkerId, natural
 from unirun.wire.messages import Shutdown, StopWorkers
 from unirun.wire.reports import MasterReply, MasterRequest
 
@@ -207,9 +207,6 @@ class Ledger:
 MAX_CHANNEL = 200
 """Characters in the name of a channel, which is a part of a key."""
 
-MAX_DIGITS = 18
-"""Of a version: it fits 64 bits."""
-
 MAX_OPERATIONS = 100
 MAX_BYTES = 1_000_000
 """The most bytes of one transaction; etcd takes 128 operations and 1.5 MB."""
@@ -378,7 +375,7 @@ class ContextStore:
             return MasterReply(
                 worker, ask.number, problem=f"{ask.name!r:.80} is no channel: 1 to {MAX_CHANNEL} characters"
             )
-        if ask.kind == "commit_version" and not (ask.data.isdecimal() and len(ask.data) <= MAX_DIGITS):
+        if ask.kind == "commit_version" and natural(ask.data) is None:
             return MasterReply(worker, ask.number, problem=f"{ask.data!r:.80} is no version")
         try:
             return MasterReply(worker, ask.number, self._carried_out(worker, ask))

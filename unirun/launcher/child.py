@@ -23,6 +23,7 @@ from unirun.launcher.preloaded import PreloadedModules
 from unirun.launcher.process import BOOT, set_title
 from unirun.observe.jobdir import open_log
 from unirun.rendezvous.endpoints import GENERATION_KEY
+from unirun.values import natural
 from unirun.wire.reporting import report
 from unirun.wire.reports import Spawn
 
@@ -98,9 +99,9 @@ def renew_torch(start: Mapping[str, str]) -> None:
 
     env = os.environ
     threads = (env.get("MKL_NUM_THREADS") or env.get("OMP_NUM_THREADS", "")).split(",")[0]
-    if threads.isdigit() and int(threads) > 0:
+    if number := natural(threads):
         # MKL uses at most as many threads as there are processors.
-        torch.set_num_threads(min(int(threads), len(os.sched_getaffinity(0))))
+        torch.set_num_threads(min(number, len(os.sched_getaffinity(0))))
     if "TORCH_LOGS" in env:
         importlib.import_module("torch._logging")._init_logs()
     if torch.distributed.is_available():

@@ -21,7 +21,7 @@ from unirun.launcher.events import AgentState, Worker
 from unirun.launcher.profiler import BOOTSTRAP, END_TIMEOUT, PROFILE, PROFILE_THREAD, TRACE
 from unirun.launcher.requests import send_request
 from unirun.launcher.stacks import py_spy
-from unirun.values import Value
+from unirun.values import Value, natural
 from unirun.wire.messages import Profile
 from unirun.wire.reports import Message, Profiled, TracePart
 
@@ -141,10 +141,10 @@ def counts_in(text: str) -> dict[str, int]:
         stack, _, count = line.rpartition(" ")
         thread, *frames = stack.split(";")
         name = re.sub(r"^thread \(\w+\): ", "", thread)
-        if not count.isdecimal() or name == PROFILE_THREAD:
+        if (times := natural(count)) is None or name == PROFILE_THREAD:
             continue
         while frames and BOOTSTRAP.search(frames[0]):
             del frames[0]
         folded = ";".join((name, *frames))
-        found[folded] = found.get(folded, 0) + int(count)
+        found[folded] = found.get(folded, 0) + times
     return found

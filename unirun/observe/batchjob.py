@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from unirun.errors import JobError, RendezvousError, UnirunError, UsageError
 from unirun.observe.jobdir import JobDir
-from unirun.values import Value
+from unirun.values import Value, natural
 
 SLURM_COMMAND_TIMEOUT = 30.0
 """Seconds in which a command of Slurm must answer; a busy controller takes its time."""
@@ -86,8 +86,7 @@ def write_batch(job: JobDir, batch: str) -> None:
 def own_batch(run_id: str, environ: Mapping[str, str]) -> tuple[bool, int]:
     """True if this process is in the batch job of the job `run_id`, and the number of that batch job's requeues."""
     batch = environ.get(VARIABLE) == run_id
-    count = environ.get("SLURM_RESTART_COUNT", "")
-    return batch, int(count) if batch and count.isascii() and count.isdecimal() else 0
+    return batch, (natural(environ.get("SLURM_RESTART_COUNT", "")) or 0) if batch else 0
 
 
 def batch_state(batch: str) -> BatchState:
@@ -126,12 +125,11 @@ def parse_scontrol(text: str) -> BatchState:
     fields = dict(reversed(_FIELD.findall(text.partition("\n")[0])))
     if "JobState" not in fields:
         raise JobError(f"scontrol says {text[:80]!r}", "is it a Slurm that unirun knows, 21.08 or later?")
-    restarts = fields.get("Restarts", "")
     return BatchState(
         state=fields["JobState"],
         reason=_said(fields.get("Reason")),
         nodes=_said(fields.get("NodeList")),
-        restarts=int(restarts) if restarts.isdecimal() else 0,
+        restarts=natural(fields.get("Restarts", "")) or 0,
         output=_said(fields.get("StdOut")),
         code=_exit_code(fields["JobState"], fields.get("ExitCode", "")),
         requeues=fields.get("Requeue") == "1",

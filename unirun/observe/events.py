@@ -19,7 +19,7 @@ from msgspec import ValidationError, convert, field, to_builtins
 from unirun.errors import JobError
 from unirun.observe.ownership import read_file
 from unirun.observe.status import FailureStatus
-from unirun.values import Value
+from unirun.values import Value, natural
 
 
 class LineLog:
@@ -228,10 +228,14 @@ def covers(subject: str, who: str) -> bool:
         return False
     if not ranks or not rank:
         return True
-    spans = (
-        re.fullmatch(r"(\d+)-(\d+)", part) or re.fullmatch(r"((\d+))", part) for part in ranks.split(",")
-    )
-    return rank.isdecimal() and any(m is not None and int(m[1]) <= int(rank) <= int(m[2]) for m in spans)
+    if (number := natural(rank)) is None:
+        return False
+    for part in ranks.split(","):
+        first, _, last = part.partition("-")
+        low, high = natural(first), natural(last or first)
+        if low is not None and high is not None and low <= number <= high:
+            return True
+    return False
 
 
 # The failures of a job as its log has them: the record of each, and how long it took to recover.

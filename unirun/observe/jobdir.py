@@ -48,7 +48,7 @@ from unirun import atomic
 from unirun.errors import FrameError, JobError, UsageError
 from unirun.observe.ownership import exposure, is_ours, make_private, owner, read_file
 from unirun.spec.read import RUN_ID_RULE, is_run_id
-from unirun.values import Value, WorkerId
+from unirun.values import Value, WorkerId, natural
 from unirun.wire.address import TcpAddress
 from unirun.wire.reporting import report
 
@@ -348,7 +348,7 @@ class JobDir(Value):
     def attempts(self) -> tuple[int, ...]:
         """The numbers of the runs, counted from 0, of which files are kept since Slurm has requeued the job."""
         names = (path.name.removeprefix(ATTEMPT) for path in self.path.glob(f"{ATTEMPT}*"))
-        return tuple(sorted(int(name) for name in names if name.isascii() and name.isdecimal()))
+        return tuple(sorted(number for name in names if (number := natural(name)) is not None))
 
     def attempt(self, number: int) -> JobDir:
         """The files that are kept of an earlier run."""

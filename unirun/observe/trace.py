@@ -116,7 +116,7 @@ def _ranks(who: str) -> list[str]:
     role, colon, ranks = who.partition(":")
     if not colon:
         return []
-    spans = (re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in ranks.split(","))
+    spans = (re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part) for part in ranks.split(","))
     return [f"{role}:{n}" for m in spans if m for n in range(int(m[1]), int(m[2] or m[1]) + 1)]
 
 

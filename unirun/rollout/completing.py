@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from unirun.errors import UsageError
 from unirun.rollout.choosing import POLICIES, Answer
 from unirun.rollout.client import EngineClient
-from unirun.values import Value, WorkerId
+from unirun.values import Value, WorkerId, natural
 
 MAX_TOKENS = 16
 """The number of new tokens of a request that says nothing of it, as of vLLM."""
@@ -142,4 +142,4 @@ def _versions(answer: Answer) -> list[int]:
 
 def _number(label: str) -> int:
     """The number of a version by its label; that of weights which nobody has labelled is 0."""
-    return int(label) if label.isdecimal() else 0
+    return natural(label) or 0

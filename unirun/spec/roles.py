@@ -24,6 +24,7 @@ from unirun.spec.programs import (
 )
 from unirun.spec.read import Section, as_number, parse_size, shown
 from unirun.spec.secrets import check_env_file
+from unirun.values import natural
 
 SlotCounter = Callable[[str], int]
 NodeCount = tuple[int, int]
@@ -281,7 +282,7 @@ def _cpus(role: Section) -> int | Literal["all"] | None:
     value = role.fields["cpus"]
     if value == "all":
         return "all"
-    if isinstance(value, str) and not value.strip().isdecimal():
+    if isinstance(value, str) and natural(value.strip()) is None:
         role.fault("cpus", f"expected a whole number or all, found {shown(value)}", "for example 8")
         return None
     return role.as_integer("cpus", value, 1, 1)

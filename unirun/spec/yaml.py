@@ -12,6 +12,7 @@ from typing import Any
 from unirun.errors import Fault, SpecError
 from unirun.spec.parse import JOB_KEYS
 from unirun.spec.read import nearest, shown
+from unirun.values import natural
 
 # ``key=value`` and ``+key=value`` on a command line: single values of a job file, changed and added.
 #
@@ -79,10 +80,10 @@ def _apply(data: dict[str, Any], text: str, read_value: ReadValue, closed: Close
             raise SpecError([Fault(text, problem, f"write {where}=VALUE")])
         node, at = below, part
         if isinstance(node, list):
-            if not part.isdecimal() or int(part) >= len(node):
+            if (item := natural(part)) is None or item >= len(node):
                 problem = f"{where} is a list of {len(node)}, and has no item {part}"
                 raise SpecError([Fault(text, problem, "items are counted from 0")])
-            at = int(part)
+            at = item
         elif part not in node:
             _must_be_open(node, path[:number], text, closed)
         if isinstance(node, dict) and node.get(at) is None and number < len(path):

@@ -21,6 +21,7 @@ from unirun.errors import UsageError
 from unirun.observe.ownership import exposure, make_private
 from unirun.train.checkpoints import Folder
 from unirun.train.data import Files
+from unirun.values import natural
 from unirun.wire.reporting import report
 
 # The directory of a trainer: ``run_001``, ``run_002``, … with what each run keeps. It may be a URL.
@@ -259,10 +260,10 @@ def checkpoint_of(given: Any, *, local: bool) -> str | dict[str, Any] | None:
         raise UsageError(f"checkpoint is a {type(given).__name__}", "give a path, a URL or a dict")
     url = absolute(os.fspath(given)).rstrip("/")
     folder, _, number = url.rpartition("/")
-    if not number.isdigit():
+    if (step := natural(number)) is None:
         raise UsageError(
             f"{url} is no checkpoint", "give what latest_checkpoint or best_checkpoint_path returns"
         )
     if local:
-        Folder(folder).require(int(number))
+        Folder(folder).require(step)
     return url

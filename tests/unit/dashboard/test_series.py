@@ -58,9 +58,25 @@ def test_a_week_of_points_takes_no_more_than_the_bins() -> None:
 
 def test_values_that_are_not_finite_are_counted() -> None:
     made = Series()
-    for value in (1.0, None, math.nan, math.inf):
+    for value in (1.0, None, math.nan, math.inf, 1e300, -(10**400)):
         made.add(0.0, value)
-    assert made.points().more == 3
+    for x in (math.nan, math.inf, 1e308, 10**400):
+        made.add(x, 1.0)
+    assert made.points().more == 9
+    assert made.points().x == [0]
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, 1e308, 10**400, True, "1"])
+def test_any_number_in_a_file_leaves_the_others(number: object) -> None:
+    book = Book(START)
+    for each in ({**line("actor", 0, START + 1, {}), "time": number}, {"values": {}, "time": number}):
+        book.add_line({**each, "values": {"loss": 1.0}})
+    book.add_line({**line("actor", 0, START + 1, {}), "values": {"loss": number, "step": number}})
+    book.add_line(line("actor", 0, START + 2, {"loss": 0.5}))
+    book.add_step({"step": number, "loss": number})
+    book.add_step({"step": 1, "loss": 2.0})
+    assert 0.5 in book.points("time", [("actor", "loss")])[0]["points"].mean
+    assert book.points("step", [("trial", "loss")])[0]["points"].mean == [2]
 
 
 def test_metrics_have_an_axis_of_steps_if_a_step_was_reported_with_them() -> None:

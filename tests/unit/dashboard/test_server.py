@@ -14,6 +14,7 @@ from copy import deepcopy
 from http.client import HTTPResponse
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import quote, urlencode
 
 import pytest
 import uvicorn
@@ -214,6 +215,21 @@ def test_a_page_that_connects_again_gets_the_events_from_then_on(site: Site) -> 
         )
         assert [each["text"] for each in news_of(answer)["events"]] == ["while it sleeps"]
         answer.close()
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "\u00b2", "\u0663", "-1", "1_0", "", "x"])
+def test_what_is_no_number_asks_for_all_events(site: Site, number: str) -> None:
+    record("job-1", phase="running")
+    cookie = site.enter()
+    answer = site.connect(f"/api/jobs/job-1/live?after={quote(number)}", cookie=cookie)
+    assert answer.status == 200
+    answer.readline()
+    assert len(news_of(answer)["events"]) > 1
+    answer.close()
+    for name in ("rank", "before", "after", "attempt", "folder", "incarnation"):
+        numbers = {"rank": "0", "attempt": "0", "folder": "0", "incarnation": "0", name: number}
+        path = f"/api/jobs/job-1/log?role=actor&stream=stdout&{urlencode(numbers)}"
+        assert site.ask(path, cookie=cookie)[0] == 404, name
 
 
 def test_the_loss_of_a_job_that_changes_no_file_comes_by_itself(site: Site) -> None:

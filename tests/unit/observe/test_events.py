@@ -133,3 +133,12 @@ def test_a_story_has_the_causes_of_what_concerns_the_worker_and_nothing_else() -
 def test_a_story_ends_even_when_causes_form_a_circle(causes: list[int | None]) -> None:
     events = [event(n, cause, "actor") for n, cause in enumerate(causes)]
     assert story(events, "actor:0") == events
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "\u00b2"])
+def test_a_rank_that_is_no_number_is_none_of_a_role(number: str) -> None:
+    assert not covers("actor:0-3", f"actor:{number}")
+    assert not covers(f"actor:{number}", "actor:0")
+    assert not covers(f"actor:0-{number}", "actor:0")
+    assert not covers(f"actor:{number}-3", "actor:0")
+    assert covers(f"actor:{number},0", "actor:0")

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from unirun.errors import Fault, SpecError
 from unirun.spec.job import DIRECTIONS, EDGE_KINDS, Direction, Edge, EdgeKind, Entry, JobSpec
 from unirun.spec.read import nearest
-from unirun.values import Value, show_ranks
+from unirun.values import Value, natural, show_ranks
 from unirun.wire.reports import LATENCY_BOUNDS, CallCount, RankRange, bounded, merged
 
 
@@ -340,9 +340,10 @@ def affected(graph: RoleGraph, failed: Iterable[str]) -> tuple[Affected, ...]:
         if not colon:
             role = name
         ranks = set(range(graph.count(role)))
-        if colon and not (rank.isdecimal() and int(rank) in ranks):
+        number = natural(rank) if colon else None
+        if colon and number not in ranks:
             raise KeyError(name)
-        down.setdefault(role, set()).update({int(rank)} if colon else ranks)
+        down.setdefault(role, set()).update(ranks if number is None else {number})
     found = [
         Affected(role.name, tuple(sorted(down[role.name])), "failed", 0, True, "failed")
         for role in graph.roles

@@ -18,7 +18,7 @@ SRUN = "srun --ntasks-per-node=1"
 _INTERACTIVE = "4294967290"
 """The step of salloc's shell with ``use_interactive_step`` (SLURM_INTERACTIVE_STEP of slurm.h)."""
 
-_TASKS = re.compile(r"([0-9]+)(?:\(x[0-9]+\))?")
+_TASKS = re.compile(r"([0-9]{1,9})(?:\(x[0-9]+\))?")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
 

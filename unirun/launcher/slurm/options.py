@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from unirun.errors import Fault, SpecError
 from unirun.spec.read import nearest
-from unirun.values import Value
+from unirun.values import Value, natural
 
 DEFAULT_GRACE_SECONDS = 60
 """Seconds before the time limit at which the job is told to end, unless ``grace`` says otherwise."""
@@ -204,7 +204,7 @@ def _pairs(text: str, faults: list[Fault]) -> dict[str, list[str]]:
         key = _OTHER_NAMES.get(name, name)
         where = f"--slurm {name}"
         if not equals or not value:
-            missing = f"nodes={name}" if name.isdecimal() else f"{name}=…"
+            missing = f"nodes={name}" if natural(name) is not None else f"{name}=…"
             faults.append(Fault(where, "it has no value", f"write {missing}"))
         elif key not in _FORMS:
             faults.append(Fault(where, "unknown key", nearest(name, [*_FORMS])))
