@@ -106,7 +106,8 @@ def _show(jobs: list[Followed], choice: TopView, interval: float) -> None:
         while True:
             now = jobs[choice.job]
             size = console.size
-            lines = frame(now.look(choice), now.meters, choice, size.width, size.height)
+            look = now.look(choice)
+            lines = frame(look, now.meters, choice, size.width, size.height)
             live.update(drawn(lines), refresh=True)
             due = max(due + interval, time.monotonic())
             ready, _, _ = select.select([keys], [], [], max(due - time.monotonic(), 0.0) or interval)
@@ -114,11 +115,12 @@ def _show(jobs: list[Followed], choice: TopView, interval: float) -> None:
                 key = os.read(keys, 16)
                 if key in (b"q", b"\x03", b"\x04", b""):
                     return
-                choice = pressed(choice, key, lambda: _read_line(keys))
+                choice = pressed(choice, key, lambda: _read_line(keys), len(chosen(look.status, choice)))
 
 
-def pressed(choice: TopView, key: bytes, ask: Any) -> TopView:
-    """The choice after a key; `ask` reads the text of a filter."""
+def pressed(choice: TopView, key: bytes, ask: Any, rows: int) -> TopView:
+    """The choice after a key; `ask` reads the text of a filter, and `rows` are those that there are now."""
+    last = max(rows - 1, 0)
     match key:
         case b"s":
             at = ORDERS.index(choice.order)
@@ -126,9 +128,9 @@ def pressed(choice: TopView, key: bytes, ask: Any) -> TopView:
         case b"/":
             return replace(choice, filter=ask(), row=0)
         case b"\x1b[A" | b"k":
-            return replace(choice, row=max(choice.row - 1, 0))
+            return replace(choice, row=max(min(choice.row, last) - 1, 0))
         case b"\x1b[B" | b"j":
-            return replace(choice, row=choice.row + 1)
+            return replace(choice, row=min(choice.row + 1, last))
         case b"\r" | b"\n":
             return replace(choice, detail=not choice.detail)
         case b"\t":

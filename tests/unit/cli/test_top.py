@@ -22,24 +22,25 @@ KEYS = {
 }
 
 
-@given(st.lists(st.sampled_from([*KEYS]), max_size=30), st.integers(1, 3))
+@given(st.lists(st.tuples(st.sampled_from([*KEYS]), st.integers(0, 4)), max_size=30), st.integers(1, 3))
 def test_each_key_changes_what_it_stands_for_and_another_job_is_shown_from_its_first_rank(
-    keys: list[bytes], count: int
+    keys: list[tuple[bytes, int]], count: int
 ) -> None:
     jobs = tuple(f"job-{number}" for number in range(count))
     view = TopView(jobs=jobs)
     order, row, detail, job, text = 0, 0, False, 0, ""
-    for number, key in enumerate(keys):
-        view = pressed(view, key, lambda number=number: str(number))
+    for number, (key, rows) in enumerate(keys):
+        # Ranks come and go between two keys.
+        view = pressed(view, key, lambda number=number: str(number), rows)
         match KEYS[key]:
             case "order":
                 order = (order + 1) % len(ORDERS)
             case "filter":
                 text, row = str(number), 0
             case "up":
-                row = max(row - 1, 0)
+                row = max(min(row, max(rows - 1, 0)) - 1, 0)
             case "down":
-                row += 1
+                row = min(row + 1, max(rows - 1, 0))
             case "detail":
                 detail = not detail
             case "job":
