@@ -10,7 +10,7 @@ from unirun.errors import UsageError
 from unirun.observe.status import NO_LIMIT
 from unirun.train import logs
 from unirun.train.backends import GROUP_TIMEOUT
-from unirun.values import Value
+from unirun.values import Value, natural
 
 ROLE = "worker"
 """The role of the workers."""
@@ -73,7 +73,9 @@ class Setup(Value):
     @property
     def resources(self) -> str:
         """The resources of each rank, in words."""
-        threads = int(self.env.get("OMP_NUM_THREADS", 1)) if self.device == "cuda" else 0
+        # OpenMP takes a list, too, of which the first is for the outermost level.
+        told = self.env.get("OMP_NUM_THREADS", "").partition(",")[0]
+        threads = (natural(told) or 1) if self.device == "cuda" else 0
         found = [(self.slots, "GPU")] if self.device == "cuda" else []
         found += [] if threads == 1 else [(threads or self.slots, "CPU")]
         return " and ".join(f"{number} {name}{'s' * (number > 1)}" for number, name in found)

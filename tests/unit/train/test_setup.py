@@ -112,6 +112,20 @@ class TestResources:
         assert (device == "cuda") is use_gpu
 
 
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ("4", "1 GPU and 4 CPUs"),
+        ("4,2", "1 GPU and 4 CPUs"),
+        ("1", "1 GPU"),
+        ("", "1 GPU"),
+        ("9" * 5000, "1 GPU"),
+    ],
+)
+def test_threads_are_told_as_openmp_reads_them(told: str, words: str) -> None:
+    assert Setup(1, 1, "torch", device="cuda", env={"OMP_NUM_THREADS": told}).resources == words
+
+
 class TestOptionsOfTheCommand:
     @pytest.mark.parametrize(
         ("placement", "store", "found"),

@@ -63,7 +63,7 @@ class CheckpointStrategy:
             if name in values:
                 try:
                     score = float(values[name])
-                except (TypeError, ValueError) as error:
+                except (TypeError, ValueError, OverflowError) as error:
                     raise UsageError(
                         f"the score {name!r} of a checkpoint is {values[name]!r}",
                         "report a number, or choose another checkpoint_score_attribute",

@@ -63,7 +63,7 @@ def test_a_score_comes_from_the_report_before_the_state() -> None:
     assert CheckpointStrategy().score({}, {}) is None
 
 
-@pytest.mark.parametrize("value", ["high", None, [1, 2]])
+@pytest.mark.parametrize("value", ["high", None, [1, 2], 10**400])
 def test_a_score_that_cannot_be_compared_is_told(value: object) -> None:
     with pytest.raises(UsageError, match="the score 'loss' of a checkpoint is"):
         CheckpointStrategy(None, "loss").score({"loss": value})
