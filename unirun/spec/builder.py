@@ -235,7 +235,7 @@ def _workload_faults(draft: Draft, workload: WorkloadDraft, loaded: Mapping[str,
         places = per_node * draft.node_num
         if places < total and total % per_node == 0:
             problem = f"{per_node} on each of {draft.node_num} nodes are {places}, and total is {total}"
-            needed = -(-total // draft.node_num)
+            needed = next(n for n in range(-(-total // draft.node_num), total + 1) if total % n == 0)
             yield Fault(f"{role}.per_node", problem, f"call .per_node({needed}), or add nodes")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -292,3 +293,15 @@ def test_whatever_is_said_gives_a_job_or_faults_and_nothing_else(
         assert len(set(error.faults)) == len(error.faults), "nothing is told twice"
     else:
         assert job.spec.role("trainer").count == 1
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 4))
+def test_a_number_of_ranks_on_a_node_that_is_told_fits(total: int, per_node: int, nodes: int) -> None:
+    builder = RLJobBuilder().node_num(nodes).device_per_node(12).config({}).trainer("algo", "PPOTrainer")
+    actor = builder.actor("algo", "Actor").total(total).per_node(per_node)
+    try:
+        actor.build()
+    except SpecError as error:
+        told = [re.match(r"call \.per_node\((\d+)\)", fault.remedy) for fault in error.faults]
+        for number in (int(found[1]) for found in told if found):
+            assert actor.per_node(number).build().spec.role("actor").per_node == number
