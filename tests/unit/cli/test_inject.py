@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
 from tests.unit.cli.in_process import run_cli
 from tests.unit.rendezvous.fake_master import FakeJob
+from unirun.cli import inject
 from unirun.cli.commands import call
 from unirun.cli.inject import fault_of, ranks_of
 from unirun.errors import JobError, UsageError
@@ -145,3 +147,47 @@ def test_a_schedule_injects_one_fault_at_the_end_of_each_interval_that_it_has(
         options = ("--fault", "sigkill", "--every", "0.02s", "--for", lasting, "--seed", "1")
         assert run_cli("inject", "run-1", "actor", *options) == 0
     assert len(asked) == count
+
+
+def test_faults_of_a_schedule_come_at_its_times_however_long_answers_take(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, asked = SimpleNamespace(now=100.0), []
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    def script(stream: BlockingStream) -> None:
+        stream.receive()
+        fault = stream.receive()
+        assert isinstance(fault, Inject)
+        asked.append(clock.now)
+        clock.now += 7.0
+        stream.send(Injected(fault.role, fault.rank))
+
+    monkeypatch.setattr(inject, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    with FakeJob() as job:
+        write_status(job.job_dir, replace(status(), run_id="run-1"))
+        job.leader(script=script)
+        options = ("--fault", "sigkill", "--every", "10s", "--for", "35s", "--seed", "1")
+        assert run_cli("inject", "run-1", "actor", *options) == 0
+    assert asked == [110.0, 120.0, 130.0]
+
+
+def test_each_rank_has_an_answer_of_its_own(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def script(stream: BlockingStream) -> None:
+        stream.receive()
+        faults = [stream.receive() for _ in range(3)]
+        for fault in reversed(faults):
+            assert isinstance(fault, Inject)
+            stream.send(Injected(fault.role, fault.rank, "actor:1 has no process" if fault.rank == 1 else ""))
+
+    with FakeJob() as job:
+        write_status(job.job_dir, replace(status(), run_id="run-1"))
+        job.leader(script=script)
+        assert run_cli("inject", "run-1", "actor", "--fault", "sigkill") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "sigkill → actor:0",
+        "actor:1 has no process",
+        "sigkill → actor:2",
+    ]

@@ -40,6 +40,20 @@ class TestLayers:
             4,
         )
 
+    @pytest.mark.parametrize(
+        ("option", "variable", "field"),
+        [
+            ("--max-restarts", "PET_MAX_RESTARTS", "max_restarts"),
+            ("--nproc-per-node", "PET_NPROC_PER_NODE", "count"),
+        ],
+    )
+    def test_a_flag_for_one_role_leaves_the_environment_to_the_others(
+        self, compose: Compose, option: str, variable: str, field: str
+    ) -> None:
+        words = ("--roles", "actor,rollout", option, "actor=2", "train.py")
+        spec = compose(*words, environ={variable: "3"})
+        assert [getattr(spec.role(name), field) for name in ("actor", "rollout")] == [2, 3]
+
     def test_an_override_beats_the_file(self, compose: Compose, job_file: JobFile) -> None:
         spec = compose(
             "--config", job_file(self.FILE), "roles.actor.count=5", "shutdown_timeout=6", "config.lr=1"

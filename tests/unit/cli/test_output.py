@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.cli.output import folded, screen_width, table_lines
+from unirun.cli.output import age, folded, screen_width, table_lines
 
 HEADERS = ("WORKER", "STATE", "CAUSE")
 ROWS = (("actor:0", "running", ""), ("actor:10", "exit code 1", "the wrong shape: (3, 4), not (3, 4, 5)"))
@@ -70,3 +72,14 @@ def test_the_width_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -
     for text, width in (("80", 80), ("1", 20), ("0", None), ("wide", None)):
         monkeypatch.setenv("COLUMNS", text)
         assert screen_width() == width
+
+
+SECONDS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
+
+
+@given(st.floats(-10, 1e8))
+def test_an_age_is_what_it_says_but_for_less_than_its_smallest_unit(seconds: float) -> None:
+    words = age(seconds).split()
+    parts = [(int(number), SECONDS[unit]) for number, unit in zip(words[::2], words[1::2], strict=True)]
+    assert 0 <= max(seconds, 0) - sum(number * unit for number, unit in parts) < parts[-1][1]
+    assert all(number < larger // unit for (_, larger), (number, unit) in pairwise(parts))

@@ -112,6 +112,13 @@ class TestOrder:
             "default": {"b": 0},
         }
 
+    @pytest.mark.parametrize(
+        "options", ["--after default=a,b", "--after default=a --after default=b", "--after a --after b"]
+    )
+    def test_several_after_add_up(self, line: Compose, options: str) -> None:
+        spec = line(f"--service 'a: sleep 1' --service 'b: sleep 1' {options} train.py")
+        assert dict(spec.role("default").after) == {"a": 0, "b": 0}
+
     def test_after_of_an_unknown_role_is_refused(self, line: Compose) -> None:
         with pytest.raises(SpecError, match="no role is called 'c'"):
             line("--service 'a: sleep 1' --after c train.py")

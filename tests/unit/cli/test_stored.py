@@ -139,6 +139,8 @@ class TestStatus:
         assert row(capsys)["run_id"] == "here"
         assert run_cli("status", "mine", "--json") == 0
         assert row(capsys)["dir"] is None
+        assert run_cli("status", "he", "--json") == 0
+        assert row(capsys)["run_id"] == "here"
 
     def test_status_of_a_job_with_a_directory_needs_no_store(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
+import termios
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.cli.top import pressed
+from unirun.cli import top
+from unirun.cli.top import Followed, _keys, pressed
+from unirun.errors import JobError
+from unirun.observe.events import EventLog
+from unirun.observe.status import JobStatus, write_status
 from unirun.observe.top import ORDERS, TopView
+from unirun.rendezvous.creation import create_job
+from unirun.wire.handshake import new_token
 
 KEYS = {
     b"s": "order",
@@ -46,3 +58,35 @@ def test_each_key_changes_what_it_stands_for_and_another_job_is_shown_from_its_f
             case "job":
                 job, row, detail = (job + 1) % count, 0, False
         assert view == TopView(ORDERS[order], text, row, detail, job, jobs)
+
+
+@pytest.mark.parametrize(
+    "raised", [None, KeyboardInterrupt(), JobError("the job is gone")], ids=["q", "ctrl-c", "gone"]
+)
+def test_the_terminal_is_as_it_was_however_top_ends(
+    raised: BaseException | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    master, slave = pty.openpty()
+    with os.fdopen(slave) as terminal:
+        monkeypatch.setattr("sys.stdin", terminal)
+        before = termios.tcgetattr(slave)
+        with contextlib.suppress(JobError), _keys() as keys:
+            assert termios.tcgetattr(keys) != before
+            if raised is not None:
+                raise raised
+        assert termios.tcgetattr(slave) == before
+    os.close(master)
+
+
+def test_the_latest_events_are_kept_at_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top, "EVENTS_KEPT", 3)
+    job, lock = create_job("job-1", new_token())
+    os.close(lock)
+    write_status(job, JobStatus("job-1", "job", "failed", "", 1.0, 2.0, 1, ()))
+    followed, shown = Followed(job), []
+    with contextlib.closing(EventLog(job.events)) as log:
+        for number in range(8):
+            log.write("end", str(number))
+            if number % 2:
+                shown.append("".join(event.text for event in followed.look(TopView()).events))
+    assert shown == ["01", "123", "345", "567"]

@@ -15,8 +15,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from tests.unit.dashboard.recorded import MARKUP, START, record, recorded_status
 from unirun.dashboard.openmetrics import Exposition, add_job, exposition, goodput
 from unirun.dashboard.watching import Jobs
-from unirun.observe.events import LoggedEvent, failures, read_events
-from unirun.observe.status import JobStatus
+from unirun.observe.events import Durations, LoggedEvent, LoggedFailure, failures, read_events
+from unirun.observe.status import FailureStatus, JobStatus, RoleStatus
 
 NOW = START + 100.0
 
@@ -129,3 +129,29 @@ def test_time_until_a_role_has_come_further_than_before_is_no_goodput() -> None:
     for useful, lost in ((None, 2.0), (0.0, 2.0), (5.0, 7.0)):
         found = [replace(failure, durations=replace(failure.durations, away=2.0, useful=useful))]
         assert goodput(status, found, events, NOW) == pytest.approx((100 - 10.1 - lost) / 100)
+
+
+AWAY = st.tuples(st.integers(0, 30), st.integers(0, 10), st.none() | st.integers(0, 5))
+
+
+@given(st.lists(AWAY, max_size=5), st.integers(0, 10))
+def test_each_second_without_new_work_counts_once_whatever_failures_it_is_in(
+    parts: list[tuple[int, int, int | None]], begun: int
+) -> None:
+    status = JobStatus(
+        "job-1", "job", "failed", "", 100.0, 120.0, 1, (RoleStatus("a", "failed", 0, 0, 0, ()),)
+    )
+    events = [LoggedEvent("1.1", 100.0 + begun, "running", "it runs", about=("a",))]
+    found = [
+        LoggedFailure(
+            number,
+            "1.2",
+            "",
+            FailureStatus("a", 0, 0, "n0", 100.0 + at, "exit code 1"),
+            Durations(away=float(away), useful=None if useful is None else float(useful)),
+        )
+        for number, (at, away, useful) in enumerate(parts, 1)
+    ]
+    lost = set(range(begun)).union(*(range(at, at + away + (useful or 0)) for at, away, useful in parts))
+    new = 20 - len(lost & set(range(20)))
+    assert goodput(status, found, events, 500.0) == pytest.approx(new / 20)

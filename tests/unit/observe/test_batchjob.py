@@ -12,6 +12,7 @@ from unirun.errors import JobError, RendezvousError, UnirunError, UsageError
 from unirun.observe.batchjob import (
     BatchState,
     ask_slurm,
+    batch_state,
     failure,
     is_active,
     own_batch,
@@ -162,3 +163,16 @@ def test_the_record_of_a_batch_job_is_in_the_jobs_directory(tmp_path: Path) -> N
 )
 def test_a_process_knows_its_own_batch_job(environ: dict[str, str], found: tuple[bool, int]) -> None:
     assert own_batch("job-1", environ) == found
+
+
+@pytest.mark.starts_processes
+def test_a_batch_job_of_which_slurm_says_nothing_may_still_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = JobDir(tmp_path)
+    job.batch.mkdir()
+    write_batch(job, "12")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match="scontrol is not found"):
+        batch_state("12")
+    assert is_active(job)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import JobError
-from unirun.observe.events import EventLog, LoggedEvent, covers, read_events, story
+from unirun.observe.events import EventLog, EventReader, LoggedEvent, covers, read_events, story
 
 
 def test_events_come_back_in_order_with_their_time_cause_and_details(tmp_path: Path) -> None:
@@ -142,3 +145,23 @@ def test_a_rank_that_is_no_number_is_none_of_a_role(number: str) -> None:
     assert not covers(f"actor:0-{number}", "actor:0")
     assert not covers(f"actor:{number}-3", "actor:0")
     assert covers(f"actor:{number},0", "actor:0")
+
+
+@given(st.lists(st.text(max_size=5), max_size=6), st.data())
+def test_a_log_that_is_read_while_it_is_written_gives_each_event_once(
+    texts: list[str], data: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "events.jsonl")
+        reader, found = EventReader(path), []
+        assert reader.read() == []
+        with contextlib.closing(EventLog(path, clock=lambda: 1.0)) as log:
+            events = [log.write("end", text) for text in texts]
+        whole = path.read_bytes()
+        path.write_bytes(b"")
+        cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=6)))
+        for begin, end in pairwise((0, *cuts, len(whole))):
+            with path.open("ab") as file:
+                file.write(whole[begin:end])
+            found += reader.read()
+    assert found == events

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from unirun.observe.events import LoggedEvent
 from unirun.observe.status import CallStatus, JobStatus, RoleStatus, WorkerStatus
-from unirun.observe.top import ORDERS, Look, Meters, TopView, chosen, frame
+from unirun.observe.top import ORDERS, Look, Meters, TopView, _newest, chosen, frame, queued, staleness
 
 
 def worker(rank: int, **more: object) -> WorkerStatus:
@@ -112,3 +115,24 @@ def test_below_any_number_of_ranks_stand_the_keys_and_what_is_not_shown() -> Non
         rows = [line for line in lines if line.startswith(("actor:", "rollout:"))]
         told = [line for line in lines if line.startswith(f"… {ranks + 1} ranks, 1 to {len(rows)} are shown")]
         assert len(told) == (len(rows) < ranks + 1)
+
+
+NUMBERS = st.lists(st.none() | st.integers(0, 9), min_size=1, max_size=4)
+
+
+@given(st.lists(NUMBERS, min_size=1, max_size=3), NUMBERS)
+def test_a_role_is_as_far_behind_as_its_slowest_rank_and_holds_what_all_of_its_ranks_hold(
+    versions: list[list[int | None]], items: list[int | None]
+) -> None:
+    def of(name: str, values: Sequence[int | None]) -> RoleStatus:
+        workers = tuple(worker(rank, metrics={name: value}) for rank, value in enumerate(values))
+        return RoleStatus("role", "running", 0, 0, 0, workers)
+
+    roles = tuple(of("policy/version", each) for each in versions)
+    status = replace(look(1.0).status, roles=roles)
+    told = [value for each in versions for value in each if value is not None]
+    for role, each in zip(roles, versions, strict=True):
+        own = [value for value in each if value is not None]
+        assert staleness(role, _newest(status)) == (max(told) - min(own) if own else None)
+    held = [value for value in items if value is not None]
+    assert queued(of("samples/items", items)) == (sum(held) if held else None)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.waiting import eventually
 from unirun.observe.events import LoggedEvent
@@ -226,3 +227,26 @@ class TestSpans:
         assert min(times) < 2e-6
         assert list(tmp_path.iterdir()) == []
         assert list(read_spans(tmp_path / SPANS)) == []
+
+
+LIFE = st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(0, 9))
+
+
+@given(st.lists(LIFE, min_size=1, max_size=4), st.floats(-60.0, 60.0))
+def test_bounds_of_a_clock_hold_for_each_worker_of_a_rank(
+    lives: list[tuple[int, int, int]], ahead: float
+) -> None:
+    """Each is ordered, works a while later, and its exit is noticed a while after that."""
+    at = 0.0
+    events: list[LoggedEvent] = []
+    found: dict[WorkerId, list[TraceSpan]] = {}
+    for incarnation, (before, work, after) in enumerate(lives):
+        events.append(LoggedEvent(f"1.{len(events)}", at, "order", "n1 starts it", about=("actor:0",)))
+        began, ended = at + before, at + before + work
+        at = ended + after
+        events.append(LoggedEvent(f"1.{len(events)}", at, "exit", "it has ended", about=("actor:0",)))
+        life = TraceSpan("life", "x", int((100 + began + ahead) * S), int((100 + ended + ahead) * S))
+        found[WorkerId("actor", 0, incarnation)] = [life]
+    shifted = [replace(event, time=event.time + 100) for event in events]
+    offset = offsets(shifted, found, {"actor:0": "n1"})["n1"]
+    assert abs(offset.seconds - ahead) <= (offset.within or 0.0) + 1e-6

@@ -18,6 +18,8 @@ from unirun.train.backends import (
     GROUP_TIMEOUT,
     Backend,
     NoBackend,
+    TorchConfig,
+    configured,
     find_backend,
 )
 
@@ -115,3 +117,21 @@ def test_what_is_built_in_has_all_hooks_and_changes_no_data(make: Callable[[], B
     assert backend.decode_data(backend.encode_data(data)) is data
     backend.on_failure(0, 1)
     backend.on_shutdown()
+
+
+@pytest.mark.parametrize(
+    ("backend", "args", "found"),
+    [
+        ("torch", None, ("torch", GROUP_TIMEOUT)),
+        ("pytorch", None, ("torch", GROUP_TIMEOUT)),
+        ("torch", TorchConfig(timeout_s=5), ("torch", 5.0)),
+        ("torch", TorchConfig("gloo", timeout_s=5), ("gloo", 5.0)),
+        ("gloo", TorchConfig("gloo"), ("gloo", GROUP_TIMEOUT)),
+        ("nccl", TorchConfig(), ("nccl", GROUP_TIMEOUT)),
+        ("mine", None, ("mine", GROUP_TIMEOUT)),
+    ],
+)
+def test_arguments_of_a_backend_name_it_more_exactly(
+    backend: str, args: TorchConfig | None, found: tuple[str, float]
+) -> None:
+    assert configured(backend, args) == found

@@ -200,6 +200,14 @@ class TestTheLockOfARun:
             release(file)
         assert (tmp_path / LOCK).read_text() == mine
 
+    def test_a_process_that_was_forked_meanwhile_does_not_hold_it_longer(self, tmp_path: Path) -> None:
+        file = hold(str(tmp_path))
+        assert file is not None
+        fork = os.dup(file.fileno())
+        release(file)
+        release(hold(str(tmp_path)))
+        os.close(fork)
+
     def test_a_url_has_none(self, elsewhere: str) -> None:
         assert hold(elsewhere) is None
         release(None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from unirun.errors import UsageError
 from unirun.observe.status import NO_LIMIT
 from unirun.spec.parse import parse_job
-from unirun.train.setup import MANY, ROLE, Setup, options_of, range_of, resources_of
+from unirun.train.setup import MANY, ROLE, Setup, options_of, range_of, resources_of, threads_of
 
 numbers = st.one_of(st.integers(-3, 9), st.floats(), st.booleans(), st.none(), st.text(max_size=2))
 
@@ -110,6 +110,16 @@ class TestResources:
             return
         assert slots >= 1
         assert (device == "cuda") is use_gpu
+
+
+@pytest.mark.parametrize(
+    ("resources", "found"),
+    [({}, {}), ({"CPU": 1}, {}), ({"CPU": 1.0, "GPU": 2}, {}), ({"CPU": 4.0}, {"OMP_NUM_THREADS": "4"})],
+)
+def test_a_variable_of_the_program_counts_unless_several_processors_were_asked_for(
+    resources: dict[str, float], found: dict[str, str]
+) -> None:
+    assert threads_of(resources) == found
 
 
 @pytest.mark.parametrize(
