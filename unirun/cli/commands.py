@@ -160,12 +160,12 @@ def _(add: Add) -> None:
     add("job", **JOB)
     add("who", nargs="?", help="a role or one rank: actor, actor:2")
     add("-f", "--follow", action=FLAG, help="go on until the job has ended")
-    add("-n", "--lines", type=int, metavar="N", help="only the last N lines of each file")
+    add("-n", "--lines", type=_whole(0), metavar="N", help="only the last N lines of each file")
     add("--stdout", action=FLAG, help="only stdout")
     add("--stderr", action=FLAG, help="only stderr")
     add("--all", action=FLAG, help="earlier incarnations too")
     text = "logs of an earlier run of a job that Slurm has requeued, counted from 0"
-    add("--attempt", type=int, metavar="N", help=text)
+    add("--attempt", type=_whole(0), metavar="N", help=text)
     add("--store", **STORE)
 
 
@@ -264,7 +264,7 @@ def _(add: Add) -> None:
     add("job", **RUNNING)
     text = "the first signal to the workers (default SIGTERM)"
     add("--signal", default="SIGTERM", metavar="SIG", help=text)
-    add("--grace", type=float, metavar="SECONDS", help="seconds until SIGKILL (default: the job's)")
+    add("--grace", type=_seconds, metavar="SECONDS", help="seconds until SIGKILL (default: the job's)")
     add("--now", action=FLAG, help="SIGKILL at once")
     add("--no-wait", action=FLAG, help="return before the job has ended")
     add("--store", **STORE)

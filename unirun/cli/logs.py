@@ -30,8 +30,6 @@ NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 
 def main(options: Any) -> int:
     """Print, and with -f follow, the logs of a job. Returns 0."""
-    if options.lines is not None and options.lines < 0:
-        raise UsageError("-n wants a number of lines, 0 or more")
     job, who = _found(options.store, options.job, options.who)
     both = options.stdout == options.stderr
     names = ["stdout.log"] * (both or options.stdout) + ["stderr.log"] * (both or options.stderr)

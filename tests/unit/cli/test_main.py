@@ -80,7 +80,7 @@ def test_logs_that_cannot_be_written_are_an_error(follow: list[str]) -> None:
         ),
         (["status", "x"], 2, "unirun: there are no jobs; start one with"),
         (["stop", "--signal", "NONE"], 2, "'NONE' is no signal"),
-        (["logs", "-n", "-1"], 2, "-n wants a number"),
+        (["logs", "-n", "-1"], 2, "'-1' is no whole number from 0"),
         (["status", "--jso0n"], 2, "unirun: unrecognized arguments: --jso0n; see unirun status --help"),
         (["completion", "csh"], 2, "invalid choice: 'csh'"),
         (["plan", "--roles", "a=1"], 2, "roles.a: nothing to run; name a script, or one for this role"),

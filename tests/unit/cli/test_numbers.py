@@ -9,7 +9,7 @@ import pytest
 from tests.unit.cli.in_process import run_cli
 from unirun.cli.output import screen_width
 
-NUMBERS = ("9" * 5000, "9" * 30, "\u00b2")
+NUMBERS = ("9" * 5000, "9" * 30, "\u00b2", "nan", "-1")
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def _job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("job.yaml").write_text("roles: {actor: {script: x.py, args: [1, 2]}}\n")
 
 
-@pytest.mark.parametrize("number", NUMBERS, ids=["thousands", "thirty", "power"])
+@pytest.mark.parametrize("number", NUMBERS, ids=["thousands", "thirty", "power", "nan", "negative"])
 @pytest.mark.parametrize(
     "words",
     [
@@ -44,6 +44,9 @@ def _job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "--slurm nodes=1,cpus_per_task=N --dry-run x.py",
         "dashboard --port N",
         "top --interval N",
+        "logs -n N",
+        "logs --attempt N",
+        "stop --grace N",
     ],
 )
 def test_it_is_refused_in_one_line(words: str, number: str, capsys: pytest.CaptureFixture[str]) -> None:
