@@ -285,6 +285,14 @@ class TestAStart:
         assert error.count("unirun: tests-small/first has failed with 1; it is started again in 0 s\n") == 2
         assert "unirun: unirun" not in error
 
+    @pytest.mark.parametrize("code", [0, 2, 130, 143])
+    def test_it_is_not_started_again_after_a_success_a_mistake_and_a_user_who_stops_it(
+        self, jobs: Jobs, code: int
+    ) -> None:
+        jobs.does = [lambda _: code]
+        assert run_cli(*START, *AGAIN, "--recover-retries", "2") == code
+        assert len(jobs.files) == 1
+
     def test_it_is_not_started_again_beside_a_job_that_runs_without_its_command(
         self, jobs: Jobs, capsys: Captured
     ) -> None:

@@ -170,6 +170,37 @@ def test_each_node_and_each_free_slot_is_told_once(runs: list[tuple[int, int]]) 
     assert (number, free) == (len(used), 2 * len(used) - sum(used))
 
 
+NODE = st.lists(
+    st.tuples(st.sampled_from("ab"), st.sampled_from([0.25, 0.5, 1.0]), st.sampled_from("01")), max_size=3
+)
+
+
+@examples(100)
+@given(st.lists(NODE, min_size=1, max_size=4))
+def test_a_node_that_is_folded_into_another_looks_like_it(kinds: list[list[tuple[str, float, str]]]) -> None:
+    """Each kind of node is there twice, one after the other."""
+    used = [kind for kind in kinds for _ in range(2)]
+    ranks = iter(range(100))
+    placed_on = [
+        on(role, next(ranks), f"node{n}", slot, share=share)
+        for n, node in enumerate(used)
+        for role, share, slot in node
+    ]
+    nodes = tuple(Node(f"node{n}", (0,), (Device("0", "H"), Device("1", "H"))) for n in range(len(used)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "WHOLE", 0)
+        rows = grid(placed(*placed_on), Inventory(nodes), dict.fromkeys("ab", "cuda")).rows
+    for row in rows:
+        alike = [sorted(used[int(name.removeprefix("node"))]) for name in (row.node, *row.others)]
+        assert alike == alike[:1] * len(alike)
+
+
+def test_a_rank_without_a_slot_takes_no_free_one() -> None:
+    placement = placed(bare("a", 0, "node0", 0), bare("logger", 0, "node0", -1))
+    (row,) = picture_of(placement, "fake:nodes=1,cpus=4").rows
+    assert row.free == 3
+
+
 def test_ranks_without_devices_of_their_own_are_on_places_for_processes() -> None:
     """More ranks than devices: who computes on which is not known, so none is said to be free."""
     placement = placed(*(bare("a", n, "node0", n) for n in range(2)), bare("b", 0, "node0", 2))

@@ -92,6 +92,10 @@ class TestWhereNodesMeet:
     def test_node_rank_0_is_the_head_wherever_the_endpoint_is(self) -> None:
         assert invite("--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "198.51.100.1:1").leads
 
+    def test_another_rank_is_no_head_though_it_is_on_its_host(self) -> None:
+        argv = ("--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "127.0.0.1:1")
+        assert not invite_of(parse([*argv, "train.py"]).options, spec_of(*argv), 2).leads
+
     def test_the_times_to_come_are_those_of_the_options(self) -> None:
         conf = ("--rdzv-conf", "join_timeout=7,last_call_timeout=3")
         argv = ("--nnodes", "1:2", "--rdzv-endpoint", "127.0.0.1", *conf)

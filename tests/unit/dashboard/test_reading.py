@@ -186,7 +186,7 @@ def test_a_search_that_has_found_enough_goes_on_from_there(
 
 def test_logs_of_every_incarnation_and_attempt_are_there() -> None:
     job = record("job-1")
-    for folder, incarnation in ((job, 1), (job.attempt(0), 0)):
+    for folder, incarnation in ((job, 1), (job.attempt(0), 2)):
         logs = folder.worker_logs(WorkerId("actor", 0, incarnation))
         logs.mkdir(parents=True)
         (logs / "stderr.log").write_text("error\n")
@@ -194,7 +194,7 @@ def test_logs_of_every_incarnation_and_attempt_are_there() -> None:
     status = read_status(job)
     found = log_files(job, status, "actor", 0)
     assert [(each.attempt, each.incarnation, each.stream) for each in found] == [
-        (0, 0, "stderr"),
+        (0, 2, "stderr"),
         (1, 0, "stdout"),
         (1, 1, "stderr"),
     ]

@@ -260,6 +260,24 @@ def test_two_pages_are_told_of_the_loss_of_a_job() -> None:
     asyncio.run(look_twice())
 
 
+def test_the_list_of_jobs_is_sent_when_it_is_another_one(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "LIST_SECONDS", 0.0)
+    looks: list[tuple[str, ...]] = [(), (), ("job-1",), ("job-1",), ("job-1", "job-2"), ("job-1", "job-2")]
+
+    async def look() -> list[list[str] | None]:
+        news, found = site.server._list_news(), []
+        made: set[str] = set()
+        for there in looks:
+            for run_id in {*there} - made:
+                record(run_id)
+                made.add(run_id)
+            got = await anext(news)
+            found.append(None if got is None else sorted(each["run_id"] for each in got["jobs"]))
+        return found
+
+    assert asyncio.run(look()) == [[], None, ["job-1"], None, ["job-1", "job-2"], None]
+
+
 NUMBERED = st.lists(st.tuples(*[st.integers(0, 2)] * 3), min_size=1, max_size=8)
 """For each look at a job: a field of it, and a field of each of two ranks."""
 

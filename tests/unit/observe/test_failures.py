@@ -111,3 +111,9 @@ def test_the_consequences_of_a_failure_are_all_that_follows_from_its_exit() -> N
 def test_a_record_of_another_version_is_left_out() -> None:
     strange = [event(1, 1.0, "failure", failure={"who": "actor:1"}), event(2, 1.0, "failure")]
     assert list(failures(strange)) == []
+
+
+def test_consequences_of_an_exit_whose_line_was_lost_are_those_of_the_failure() -> None:
+    lost = [each for each in RECOVERY if each.id != "1-2"]
+    (found,) = failures(lost)
+    assert [each.id for each in consequences(lost, found)] == [f"1-{n}" for n in range(3, 10)]

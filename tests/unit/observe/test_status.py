@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from unirun.observe.status import (
     WorkerStatus,
     read_status,
     read_summary,
+    runs,
+    write_failure,
     write_status,
 )
 from unirun.rendezvous.creation import create_job
@@ -142,3 +145,40 @@ def test_a_job_that_ends_at_any_moment_is_never_lost(
     assert phases in (["running", "running"], ["running", "succeeded"], ["succeeded", "succeeded"])
     if phases[1] == "running":
         end()
+
+
+def test_a_job_that_no_master_could_lead_has_failed_and_ended_now(job: tuple[JobDir, int]) -> None:
+    found, lock = job
+    write(found)
+    began = time.time()
+    write_failure(found, "each master has died", 1)
+    os.close(lock)
+    status, summary = read_status(found), read_summary(found)
+    assert (status.phase, status.reason, status.code) == ("failed", "each master has died", 1)
+    assert (summary.phase, summary.code, summary.ended) == ("failed", 1, status.ended)
+    assert status.ended is not None
+    assert began <= status.ended <= time.time()
+
+
+@pytest.mark.parametrize(
+    ("phase", "lives", "does_run"),
+    [
+        (None, True, True),
+        ("running", True, True),
+        ("succeeded", True, False),
+        (None, False, False),
+        ("running", False, False),
+        ("succeeded", False, False),
+    ],
+)
+def test_a_job_runs_from_its_first_moment_until_it_has_written_its_end(
+    job: tuple[JobDir, int], phase: str | None, lives: bool, does_run: bool
+) -> None:
+    found, lock = job
+    if phase is not None:
+        write(found, phase)
+    if not lives:
+        os.close(lock)
+    assert runs(found) is does_run
+    if lives:
+        os.close(lock)

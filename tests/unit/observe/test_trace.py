@@ -250,3 +250,20 @@ def test_bounds_of_a_clock_hold_for_each_worker_of_a_rank(
     shifted = [replace(event, time=event.time + 100) for event in events]
     offset = offsets(shifted, found, {"actor:0": "n1"})["n1"]
     assert abs(offset.seconds - ahead) <= (offset.within or 0.0) + 1e-6
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["start", "restart", "running"]), st.sampled_from("ab")), max_size=8)
+)
+def test_a_start_of_a_role_ends_when_it_runs_and_only_then(history: list[tuple[str, str]]) -> None:
+    events = [event(at, float(at), kind, kind, role) for at, (kind, role) in enumerate(history)]
+    begun: dict[str, tuple[int, str]] = {}
+    wanted = []
+    for at, (kind, role) in enumerate(history):
+        if kind != "running":
+            begun.setdefault(role, (at, kind))
+        elif role in begun:
+            first, how = begun.pop(role)
+            wanted.append((f"{how} of {role}", first * 1e6, (at - first) * 1e6))
+    found = [row for row in trace_events(events, [], {}, {}) if row["ph"] == "X"]
+    assert [(row["name"], row["ts"], row["dur"]) for row in found] == wanted
