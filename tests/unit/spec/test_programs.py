@@ -288,6 +288,11 @@ class TestCircles:
             "roles.a.after: a circle: a after a; drop one of them"
         ]
 
+    def test_each_circle_is_told(self) -> None:
+        roles = {name: {**TRAIN, "after": [other]} for name, other in zip("abcde", "baded", strict=True)}
+        found = faults(roles)
+        assert [fault.partition(": ")[0] for fault in found] == ["roles.a.after", "roles.d.after"]
+
     names = "abcdef"
     pairs = st.lists(st.tuples(st.sampled_from(names), st.sampled_from(names)), max_size=10)
 

@@ -54,6 +54,19 @@ def test_a_wrong_group_is_told(groups: object, problem: str, remedy: str) -> Non
     assert all(fault.where.startswith("collocations") for fault in found)
 
 
+@pytest.mark.parametrize(
+    ("key", "shares"),
+    [("collocations", True), ("host_collocations", True), ("separations", False), ("isolations", False)],
+)
+def test_a_role_shares_with_one_group_and_is_apart_from_any_number(key: str, shares: bool) -> None:
+    groups = {key: [["actor", "rollout"], ["critic", "actor"]]}
+    if shares:
+        (fault,) = faults(**groups)
+        assert (fault.where, fault.problem) == (f"{key}[1]", f"role 'actor' is there in {key}[0] as well")
+    else:
+        assert getattr(job(**groups), key) == (("actor", "rollout"), ("critic", "actor"))
+
+
 def test_a_role_without_slots_shares_no_device() -> None:
     (fault,) = faults(roles={"critic": {"count": 2, "slots": 0}}, collocations=[["actor", "critic"]])
     assert (fault.problem, fault.remedy) == ("'critic' has no slots", "leave it out")

@@ -50,7 +50,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("minebackend", None)
 
 
-@pytest.mark.parametrize("timeout", [5.0, GROUP_TIMEOUT])
+@pytest.mark.parametrize("timeout", [5.0, GROUP_TIMEOUT, 2 * GROUP_TIMEOUT])
 @pytest.mark.parametrize("name", ["torch", "gloo", "nccl"])
 def test_a_process_group_has_the_timeout_and_the_kind_that_were_asked_for(
     monkeypatch: pytest.MonkeyPatch, name: str, timeout: float

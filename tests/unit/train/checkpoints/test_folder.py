@@ -66,7 +66,7 @@ def test_what_was_not_finished_is_deleted(folder: Folder) -> None:
     assert folder.numbers() == [1]
 
 
-@pytest.mark.parametrize("damage", [b"weight", b""])
+@pytest.mark.parametrize("damage", [b"weight", b"weights and more", b""])
 def test_one_whose_files_have_other_sizes_is_skipped_with_a_warning(
     folder: Folder, capfd: pytest.CaptureFixture[str], damage: bytes
 ) -> None:
