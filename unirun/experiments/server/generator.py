@@ -106,8 +106,6 @@ class Generator:
         ended: Future[str] = Future()
 
         def begin() -> None:
-            if ended.cancelled():
-                return
             self._open[sequence] = ended
             if self._pause is None:
                 self._slots.add(sequence)

@@ -232,8 +232,7 @@ class CheckpointWriter:
                 self._folder.remove(each.number)
         with self._changed:
             self._kept = [info for info in infos if info not in surplus]
-            if self._pending is pending:
-                self._pending = None
+            self._pending = None
         return self._kept
 
     def _gathered(self, pending: _Pending) -> list[Part]:
