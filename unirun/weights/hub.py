@@ -359,8 +359,6 @@ class Hub:
             raise PeerLost(f"{who} has ended", "ask before its end", worker=str(who))
         if not connect:
             return None
-        if known is not None:
-            known.close()
         endpoint = worker.addresses.get(WEIGHTS, "")
         if not endpoint or worker.phase == "lost":
             return None

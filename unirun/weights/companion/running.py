@@ -186,8 +186,6 @@ class Companion:
                 continue
             self._latest = found
             self._events.put(partial(received, version=found[0]))
-            # Memory of the publisher is given back when no engine loads it any more.
-            del found
 
     def _have(self) -> Version | None:
         return self._latest[0] if self._latest is not None else None
