@@ -133,7 +133,6 @@ class Stage(nn.Module):
         critic = getattr(self.head, "out_features", 0) == 1
         scorer = _scorer(settings) if critic else ""
         settings.architectures = [scorer or self._class]
-        settings.dtype = self.dtype
         settings.save_pretrained(path)
         if self._generation is not None:
             # Not by its save_pretrained, which refuses settings that models on the Hub have.

@@ -156,7 +156,9 @@ class TestWhereItComesFrom:
         words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
         make: Any = PreTrainedTokenizerFast
         tokenizer = make(tokenizer_object=words, eos_token="b")
-        stage = causal_lm(place(), config={**CONFIG, "model_type": kind, "tie_word_embeddings": True})
+        # It was saved in another type than that in which it is trained.
+        config = {**CONFIG, "model_type": kind, "tie_word_embeddings": True, "dtype": "bfloat16"}
+        stage = causal_lm(place(), config=config)
         save_whole(InferenceBackend().initialize(Model(place(), stage, tokenizer), SPEC), tmp_path)
         found: Any = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
         network, told = found
@@ -167,6 +169,7 @@ class TestWhereItComesFrom:
         assert AutoTokenizer.from_pretrained(tmp_path).eos_token == "b"
         settings = json.loads((tmp_path / "config.json").read_text())
         assert settings["architectures"] == [type(network).__name__]
+        assert settings["dtype"] == "float32"
         assert settings["num_hidden_layers"] == CONFIG["num_hidden_layers"]
 
     def test_saved_parameters_are_loaded_into_another_network(self, tmp_path: Path) -> None:
