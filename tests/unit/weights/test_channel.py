@@ -1,4 +1,4 @@
-"""A channel as one of its ends has it: what it learns of the others anew, and what it gives back."""
+"""A channel as one of its ends has it: the news of the others, memory that is given back, and withdrawals."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.weights.test_histories import Channel
-from unirun.errors import WeightsTimeout
+from tests.unit.weights.test_histories import Channel, content, same
+from unirun.errors import PeerLost, UsageError, WeightsTimeout
 from unirun.weights.channel import VERSION_REPORT_INTERVAL
 from unirun.wire.reports import FROM
 
@@ -116,3 +116,57 @@ def test_versions_that_follow_each_other_are_told_once_a_moment_later(channel: C
     channel.job.later(VERSION_REPORT_INTERVAL)
     assert not channel.job.timers
     channel.versions_are_told()
+
+
+def begin_again(channel: Channel, rank: int) -> None:
+    """This publisher is started again; what is published from now on is not the same to the bit."""
+    channel.job.dies(channel.job.workers["actor", rank])
+    channel.start_publisher(rank)
+    channel.epoch += 1
+    channel.latest.clear()
+
+
+class TestPublishersThatGoBackToAnEarlierState:
+    """A version that some of them had is of one state all the same."""
+
+    def test_a_version_is_of_one_state_after_some_were_started_again(self, channel: Channel) -> None:
+        begin_again(channel, 1)
+        channel.publishers[0].withdraw()
+        assert channel.publishers[0].version is None
+        reader = channel.readers[0]
+        with pytest.raises((WeightsTimeout, PeerLost)):
+            reader.channel.receive(reader.tensors, timeout=1.0)
+        # The same number as before.
+        channel.all_publish(False, 0)
+        assert reader.channel.receive(reader.tensors, timeout=1.0) == 1
+        assert same(reader.tensors, content(1, 1))
+
+    def test_those_who_wait_get_what_is_published_next(self, channel: Channel) -> None:
+        reader = channel.readers[0]
+        assert reader.channel.receive(reader.tensors, timeout=1.0) == 1
+        for publisher in channel.publishers.values():
+            publisher.withdraw()
+            publisher.withdraw()
+        channel.epoch += 1
+        channel.latest.clear()
+        channel.job.meanwhile.append(lambda: channel.all_publish(False, 0))
+        assert reader.channel.receive(reader.tensors, timeout=5.0) == 1
+        assert same(reader.tensors, content(1, 1))
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_parts_from_before_and_after_a_withdrawal_are_not_mixed(
+        self, rank: int, channel: Channel
+    ) -> None:
+        """A receiver has the part of one publisher, and waits for that of the other one, which it gets after that."""
+        channel.way = 3
+        channel.all_publish(False, 0)
+        reader = channel.readers[rank]
+        assert reader.channel.receive(reader.tensors, timeout=1.0) == 2
+        channel.publish(0)
+        channel.job.meanwhile.extend([*[lambda: None] * 8, channel.withdraw])
+        assert reader.channel.receive(reader.tensors, min_version=3, timeout=5.0) == 3
+        assert same(reader.tensors, content(1, 3))
+
+    def test_receivers_have_nothing_to_withdraw(self, channel: Channel) -> None:
+        with pytest.raises(UsageError, match="rollout receives channel 'policy'"):
+            channel.readers[0].channel.withdraw()
