@@ -251,6 +251,15 @@ class TestDatasets:
         config.model_worker[1].datasets = [DatasetAbstraction(PROMPTS.type_, {"path": "other"})]
         assert only(config) == "model_worker: the workers of actor@0 have different datasets"
 
+    def test_those_of_workers_that_read_none_are_ignored(self) -> None:
+        calls = [call("a", ["prompt"], ["x"]), call("b", ["x"], model=CRITIC)]
+        config = config_of(calls, {ACTOR: at(topology(data=2)), CRITIC: at(first=2)})
+        assert faults_of(config) == ()
+        config.model_worker[2].datasets = [DatasetAbstraction(PROMPTS.type_, {"path": "other"})]
+        assert faults_of(config) == ()
+        config.model_worker[2].datasets = []
+        assert faults_of(config) == ()
+
     def test_workers_without_the_first_model_need_none(self) -> None:
         calls = [call("a", ["prompt"], ["x"]), call("b", ["x"], model=CRITIC)]
         config = config_of(calls, {ACTOR: at(), CRITIC: at(first=1)})

@@ -221,8 +221,10 @@ class TestNeeds:
         config.generation_server = [GenerationServer(7, "builtin", None, "m", 1)]
         scheduling = replace(
             two(gpu=1, cpu=4, mem=1000),
-            master_worker=TasksGroup(1, Scheduling.master_worker_default(cpu=16, mem=20)),
-            gserver_manager=TasksGroup(1, Scheduling(cpu=2, mem=30, env_vars={"A": "1"})),
+            master_worker=TasksGroup(
+                1, Scheduling.master_worker_default(cpu=16, mem=20, env_vars={"A": "1"})
+            ),
+            gserver_manager=TasksGroup(1, Scheduling(cpu=2, mem=30, env_vars={"A": "2", "B": "2"})),
             generation_server=TasksGroup(1, Scheduling(gpu=1, cpu=2)),
             evaluator=Scheduling(cpu=3),
         )
@@ -236,7 +238,7 @@ class TestNeeds:
             "generation_server": (2, None, 1),
             "trainer": (16, 30 << 20, 1),
         }
-        assert job["trainer"]["env"] == {"A": "1"}
+        assert job["trainer"]["env"] == {"A": "1", "B": "2"}
 
     def test_one_processor_is_no_need_as_workers_may_share_them(self, config: ExperimentConfig) -> None:
         job = {**job_mapping(trial(), config, two()), "preload": []}

@@ -44,7 +44,7 @@ async def all_of(groups: AsyncIterator[Group]) -> list[Group]:
 def test_each_prompt_is_a_group_of_so_many_episodes() -> None:
     async def story() -> None:
         engine = FakeCompleter()
-        pool = Pool(engine, last_digit, group_size=3, sampling={"temperature": 0.7})
+        pool = Pool(engine, last_digit, group_size=3, sampling={"temperature": 0.7, "max_tokens": 9})
         found = await all_of(pool.run(prompts(2)))
         assert [len(group.trajectories) for group in found] == [3, 3]
         assert {group.id.partition(":")[0] for group in found} == {"p0", "p1"}
@@ -315,9 +315,9 @@ def test_an_evaluation_is_not_counted_at_the_gate_nor_among_the_groups() -> None
         pool = Pool(engine, last_digit, batch=1, max_head_offpolicyness=0, sampling={"temperature": 1.0})
         found = pool.run(prompts(5))
         await anext(found)
-        groups = await pool.evaluate(prompts(3), temperature=0.0)
+        groups = await pool.evaluate(prompts(3), temperature=0.0, max_tokens=9)
         assert len(groups) == 3
-        assert engine.requests[-1][2]["temperature"] == 0.0
+        assert engine.requests[-1][2] == {"temperature": 0.0, "max_tokens": 1}, "the request goes before"
         assert pool.outcomes.accepted == 1
         await found.aclose()
 

@@ -20,8 +20,9 @@ from unirun.errors import UsageError, WeightsError
 from unirun.experiments import GenerationConfig
 from unirun.experiments.models.generation import Continuation
 from unirun.experiments.models.stage import Stage
+from unirun.experiments.server import routes as routes_module
 from unirun.experiments.server.generator import Generator
-from unirun.experiments.server.routes import Routes, Sampling
+from unirun.experiments.server.routes import Routes, Sampling, _body, _Refused
 from unirun.weights.integrations.sending import Param, file_for
 from unirun.weights.publishing import Blocks
 
@@ -275,6 +276,67 @@ def test_a_text_ends_before_the_first_stop_string_in_it(text: str, stops: list[s
     output.tokens = [*map(ord, text)]
     places = [at for at in range(len(text)) if text.startswith(tuple(stops), at)]
     assert routes._text(output, Sampling(stop=tuple(stops))) == text[: min(places, default=None)]
+
+
+ROOM, WORDS = 12, 8
+"""The longest sequence, and the size of the vocabulary, of routes over no network."""
+
+
+@given(
+    st.lists(st.integers(-1, WORDS), max_size=ROOM + 1),
+    st.builds(
+        Sampling,
+        n=st.integers(1, 3),
+        max_tokens=st.none() | st.integers(1, ROOM + 1),
+        temperature=st.sampled_from([0.0, 0.5, 1.0]),
+        top_k=st.integers(-1, 3),
+        seed=st.none() | st.sampled_from([0, 7, 2**63 - 1]),
+        stop_token_ids=st.lists(st.integers(-1, WORDS), max_size=2).map(tuple),
+        ignore_eos=st.booleans(),
+    ),
+)
+def test_a_request_is_taken_if_all_of_it_has_room_and_refused_else(
+    prompt: list[int], sampling: Sampling
+) -> None:
+    generator: Any = None
+    routes = Routes(generator, model="tiny", vocabulary=WORDS, longest=ROOM, stops=(2,))
+    whole = len(prompt) + (sampling.max_tokens or 1)
+    if not prompt or whole > ROOM or not all(token in range(WORDS) for token in prompt):
+        with pytest.raises(_Refused) as caught:
+            routes._sequences(prompt, sampling)
+        assert caught.value.status == 400
+        return
+    found = routes._sequences(prompt, sampling)
+    assert len(found) == sampling.n
+    for each in found:
+        assert each.prompt.tolist() == prompt
+        assert each.how.max_new_tokens == (sampling.max_tokens or ROOM - len(prompt))
+        assert each.how.greedy is (sampling.temperature == 0.0)
+        assert each.how.temperature == (sampling.temperature or 1.0)
+        assert each.how.top_k == max(sampling.top_k, 0)
+        ends = {*sampling.stop_token_ids, *([] if sampling.ignore_eos else [2])}
+        assert each.stop == ends & {*range(WORDS)}
+    seeds = [each.seed for each in found]
+    first = sampling.seed if sampling.seed is not None else seeds[0]
+    assert seeds == [(first + number) % 2**63 for number in range(sampling.n)]
+
+
+@given(st.lists(st.binary(max_size=5), min_size=1, max_size=5))
+def test_a_request_is_read_up_to_its_limit_in_however_many_parts_it_comes(parts: list[bytes]) -> None:
+    messages = [{"body": part, "more_body": place + 1 < len(parts)} for place, part in enumerate(parts)]
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routes_module, "MAX_BODY_BYTES", 8)
+        whole = b"".join(parts)
+        if len(whole) <= 8:
+            assert asyncio.run(_body(receive)) == whole
+        else:
+            with pytest.raises(_Refused) as caught:
+                asyncio.run(_body(receive))
+            assert caught.value.status == 413
 
 
 @pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/completions"])
