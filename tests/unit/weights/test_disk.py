@@ -100,7 +100,11 @@ def test_any_layout_comes_back(tmp_path_factory: pytest.TempPathFactory, shardin
     for rank, at in enumerate(sharding.coordinates):
         mine, layout = sharding.local(whole, at), {"w": sharding.part(whole, at)}
         memory = packed(mine, layout)
-        disk.save(url, 1, rank, len(sharding.coordinates), Packing(layout, 1), memory)
+        path = disk.save(url, 1, rank, len(sharding.coordinates), Packing(layout, 1), memory)
+        # Others read them, for whom only a whole tensor may have its name.
+        pieces = layout["w"].pieces
+        is_whole = [piece.box for piece in pieces] == [layout["w"].tensor.whole]
+        assert {*load_file(path)} == ({"w"} if is_whole else {f"w/{number}" for number in range(len(pieces))})
     got = torch.zeros(7, 10, dtype=torch.int32)
     assert load(url, {"w": got}) == 1
     assert torch.equal(got, whole)

@@ -5,10 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.unit.weights.shardings import Sharding, shardings
 from unirun.errors import WeightsError
-from unirun.weights.tensors import Box, NamedBox, Part, Piece, Tensor, layout_of, part_of, plan
+from unirun.weights.tensors import (
+    Box,
+    Layout,
+    NamedBox,
+    Part,
+    Piece,
+    Tensor,
+    layout_of,
+    part_of,
+    plan,
+    shared,
+)
 
 WHOLE = torch.arange(70).view(7, 10)
 
@@ -30,6 +43,21 @@ def test_every_pair_of_layouts_moves_each_element_once_and_exactly(
                 part_of(times, wanted["w"], take.box).add_(1)
         assert torch.equal(got, expected)
         assert torch.equal(times, torch.ones_like(times))
+
+
+@given(st.lists(shardings(), min_size=2, max_size=4), shardings())
+def test_tensors_that_a_receiver_has_in_the_same_part_come_from_those_that_have_each(
+    sources: list[Sharding], receivers: Sharding
+) -> None:
+    """As the layers of a pipeline, whose stages have different ones: equal parts are one object, and one search."""
+    tensors = {f"w{number}": WHOLE for number in range(len(sources))}
+    layouts: list[Layout] = [{} for _ in range(max(len(each.coordinates) for each in sources))]
+    for name, each in zip(tensors, sources, strict=True):
+        for rank, at in enumerate(each.coordinates):
+            layouts[rank][name] = each.part(WHOLE, at)
+    for wanted in receivers.layouts(tensors):
+        apart = {name: replace(part) for name, part in wanted.items()}
+        assert plan([*map(shared, layouts)], shared(wanted)) == plan(layouts, apart)
 
 
 def test_receivers_with_different_turns_ask_different_sources_with_the_same_data() -> None:

@@ -273,9 +273,12 @@ def test_a_success_that_is_none_is_an_error(servers: ServersHarness) -> None:
 def test_a_server_that_breaks_off_is_told_at_once(kind: str, servers: ServersHarness) -> None:
     def broken(path: str) -> None:
         if path.startswith("/update_weights"):
+            (block,) = sender._blocks._blocks
+            read_late.update(read(block.path, block.token))
             raise ConnectionAbortedError
 
-    weights = tensors()
+    weights, read_late = tensors(), dict[str, torch.Tensor]()
+    before = {name: value.clone() for name, value in weights.items()}
     server = servers.server(kind, weights, before=broken)
     sender, pause = servers.sender(kind, server.url, weights)
     began = time.monotonic()
@@ -288,9 +291,13 @@ def test_a_server_that_breaks_off_is_told_at_once(kind: str, servers: ServersHar
     if kind == "vllm":
         server.transfer.updating = False
     _, pause = servers.sender(kind, server.url, weights)
+    for name, value in tensors().items():
+        weights[name].copy_(value)
     with pause:
         sender.send_weights()
     assert equal(server.weights, weights)
+    # A server that reads what it was told of before finds that, and nothing of the next round.
+    assert equal({name: read_late[name] for name in before}, before)
 
 
 def test_a_server_that_is_not_there_is_told_at_once() -> None:
