@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, TypeVar
 
@@ -51,7 +52,9 @@ class Generator:
         self._drained: list[Future[None]] = []
         self._updating = False
         self._labels = [DEFAULT]
-        self._over = False
+        self._over = self._ended = False
+        # Held while what was asked for after the end of the thread is answered.
+        self._ending = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="generates", daemon=True)
         self.failed: Future[None] = Future()
         """Has an exception when the thread has ended by it, after which the server is of no use."""
@@ -67,7 +70,7 @@ class Generator:
             self._abort()
             self._over = True
 
-        self._inbox.put(end)
+        self._ask(end)
 
     def join(self, timeout: float) -> None:
         """Wait for the end of the thread, which would otherwise be ended by that of the process amid a step."""
@@ -114,10 +117,10 @@ class Generator:
 
         def leave(future: Future[str]) -> None:
             if future.cancelled():
-                self._inbox.put(lambda: self._drop(sequence))
+                self._ask(lambda: self._drop(sequence))
 
         ended.add_done_callback(leave)
-        self._inbox.put(begin)
+        self._ask(begin)
         return ended
 
     def pause(self, mode: PauseMode, *, clear_cache: bool) -> Future[None]:
@@ -143,7 +146,7 @@ class Generator:
                 self._held = [*self._slots.clear(), *self._held]
             paused.set_result(None)
 
-        self._inbox.put(begin)
+        self._ask(begin)
         return paused
 
     def resume(self) -> Future[None]:
@@ -241,8 +244,24 @@ class Generator:
             except Exception as error:  # noqa: BLE001
                 done.set_exception(error)
 
-        self._inbox.put(run)
+        self._ask(run)
         return done
+
+    def _ask(self, act: Callable[[], None]) -> None:
+        """Have the thread do this. Once it has ended, what is asked for ends at once: a client whose request was
+        aborted may send it again."""
+        self._inbox.put(act)
+        if self._ended:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """End what was asked for, and who waits for it."""
+        with self._ending:
+            with suppress(Empty):
+                while True:
+                    self._inbox.get_nowait()()
+            self._abort()
+            self._end_waits()
 
     def _run(self) -> None:
         try:
@@ -251,7 +270,8 @@ class Generator:
         except BaseException as error:  # noqa: BLE001
             self.failed.set_exception(error)
         finally:
-            self._abort()
+            self._ended = True
+            self._give_up()
 
     def _step(self) -> None:
         """Do what has been asked for, and draw tokens if there are any to draw."""

@@ -218,7 +218,9 @@ def asked(server: Server, story: Callable[[Callable[..., Awaitable[Any]]], Await
         name, _, query = path.partition("?")
         scope = {"type": "http", "method": method, "path": name, "query_string": query.encode()}
         await server.routes(scope, receive, send)
-        return sent[0]["status"], json.loads(sent[1]["body"])
+        status, answer = sent[0]["status"], json.loads(sent[1]["body"])
+        assert status == 200 or answer["error"]["code"] == status
+        return status, answer
 
     asyncio.run(story(ask))  # type: ignore[arg-type]
 
@@ -262,10 +264,17 @@ def test_outputs_of_a_request_are_those_of_as_many_requests_with_seeds_of_their_
 
 
 class Letters:
-    """A tokenizer with a token for each character."""
+    """A tokenizer with a token for each letter; those above are special. A chat is its texts, and an ``x``."""
 
-    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
-        return "".join(map(chr, tokens))
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text]
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(ord("a") + token) for token in tokens if token < 26 or not skip_special_tokens)
+
+    def apply_chat_template(self, messages: Any, *, add_generation_prompt: bool, **how: bool) -> list[int]:
+        assert how == {"tokenize": True, "return_dict": False}
+        return self.encode("".join(each["content"] for each in messages) + "x" * add_generation_prompt)
 
 
 @given(st.text("abc", max_size=12), st.lists(st.text("abc", min_size=1, max_size=3), max_size=3))
@@ -273,7 +282,7 @@ def test_a_text_ends_before_the_first_stop_string_in_it(text: str, stops: list[s
     generator: Any = None
     routes = Routes(generator, model="tiny", vocabulary=128, longest=LONG, tokenizer=Letters())
     output = sequence()
-    output.tokens = [*map(ord, text)]
+    output.tokens = Letters().encode(text)
     places = [at for at in range(len(text)) if text.startswith(tuple(stops), at)]
     assert routes._text(output, Sampling(stop=tuple(stops))) == text[: min(places, default=None)]
 
@@ -339,6 +348,49 @@ def test_a_request_is_read_up_to_its_limit_in_however_many_parts_it_comes(parts:
             assert caught.value.status == 413
 
 
+def test_the_routes_of_text_make_what_that_of_tokens_does(server: Server) -> None:
+    letters, how = Letters(), {"temperature": 0.0, "max_tokens": 30}
+    server.routes = Routes(server.generator, model="tiny", vocabulary=32, longest=2 * LONG, tokenizer=letters)
+
+    async def story(ask: Any) -> None:
+        async def made(text: str) -> list[int]:
+            body = {"token_ids": letters.encode(text), "sampling_params": how}
+            _, found = await ask("/inference/v1/generate", body)
+            return list(found["choices"][0]["token_ids"])
+
+        async def shown(path: str, body: dict[str, Any], prompts: list[str]) -> list[str]:
+            """The texts of an answer, which are those of its tokens; the latter are those of the prompts."""
+            status, found = await ask(path, {**body, "return_token_ids": True, "stream": False})
+            assert status == 200
+            outputs = [each["token_ids"] for each in found["choices"]]
+            assert outputs == [expected[prompt] for prompt in prompts]
+            assert [each["index"] for each in found["choices"]] == [*range(len(prompts))]
+            given, count = sum(map(len, prompts)), sum(map(len, outputs))
+            usage = {"prompt_tokens": given, "completion_tokens": count, "total_tokens": given + count}
+            assert found["usage"] == usage
+            texts = [
+                each["message"]["content"] if "message" in each else each["text"] for each in found["choices"]
+            ]
+            assert texts == [letters.decode(each, skip_special_tokens=True) for each in outputs]
+            refused, error = await ask(path, {**body, "stream": True})
+            assert (refused, error["error"]["message"]) == (400, "stream: the server does not stream")
+            return texts
+
+        expected = {prompt: await made(prompt) for prompt in ("ab", "cde", "abcx")}
+        tokens = [letters.encode("ab"), letters.encode("cde")]
+        for prompt in (["ab", "cde"], tokens):
+            both = await shown("/v1/completions", {"prompt": prompt, **how}, ["ab", "cde"])
+        for one in ("ab", tokens[0]):
+            assert await shown("/v1/completions", {"prompt": one, **how}, ["ab"]) == both[:1]
+        messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "bc"}]
+        for name in ("max_tokens", "max_completion_tokens"):
+            body = {"messages": messages, "temperature": 0.0, name: 30}
+            await shown("/v1/chat/completions", body, ["abcx"])
+        assert {len(each) for each in both} != {30}, "some of the tokens are special"
+
+    asked(server, story)
+
+
 @pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/completions"])
 def test_sequences_of_a_client_that_has_gone_are_given_up(server: Server, path: str) -> None:
     async def story(ask: Any) -> None:
@@ -376,9 +428,35 @@ def test_all_that_wait_hear_that_generation_has_failed(
     asked(server, story)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_asks_at_the_end_or_after_it_does_not_wait_for_it(
+    server: Server, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client whose request was aborted may send it again before the server is gone."""
+
+    def step() -> None:
+        raise MemoryError("no memory on the device")
+
+    end = server.generator.generate(sequence())
+    paused = server.generator.pause("wait", clear_cache=True)
+    if fails:
+        monkeypatch.setattr(server.generator._slots, "step", step)
+    else:
+        server.generator.stop()
+    assert result(end) == "abort"
+    # A generator that is stopped has come to the end of the pause.
+    assert isinstance(paused.exception(WAIT_TIMEOUT), UsageError) is fails
+    for _ in range(2):
+        assert result(server.generator.generate(sequence())) == "abort"
+        assert result(server.generator.pause("wait", clear_cache=True)) is None
+        server.generator.join(WAIT_TIMEOUT)
+    assert not server.generator.running
+
+
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
+        ("/finish_weight_update", {}, "an update has not begun"),
         ("/inference/v1/generate", {"token_ids": [], "sampling_params": {}}, "the prompt is empty"),
         ("/inference/v1/generate", {"token_ids": [32], "sampling_params": {}}, "not from 0 to 31"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"beam": 2}}, "beam"),
@@ -393,7 +471,8 @@ def test_all_that_wait_hear_that_generation_has_failed(
 def test_wrong_requests_are_refused_with_the_reason(server: Server, path: str, body: Any, words: str) -> None:
     async def story(ask: Any) -> None:
         status, found = await ask(path, body)
-        assert status == 400
+        # What the request cannot help is no fault of it.
+        assert status == (500 if path == "/finish_weight_update" else 400)
         assert words in found["error"]["message"]
 
     asked(server, story)
