@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection, HTTPException, IncompleteRead
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
@@ -250,6 +250,9 @@ class ServerClient(ABC):
                     connection.request("POST", path, body, self._headers)
                     answer = connection.getresponse()
                     found = answer.status, answer.read(MAX_ANSWER_BYTES)
+                    if answer.length and len(found[1]) < MAX_ANSWER_BYTES:
+                        # `read` with a limit does not tell that the end is missing.
+                        raise IncompleteRead(found[1], answer.length)
                 finally:
                     watch.cancel()
             except (OSError, HTTPException) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -103,6 +104,11 @@ def test_a_round_is_bit_exact_for_each_dtype_and_so_is_the_next_one(
             for _ in range(2):
                 sender.send_weights(version)
         assert equal(server.weights, weights)
+        assert server.version == version
+        # Without a name, the server keeps the one that it has.
+        sender, pause = servers.sender(kind, server.url, weights)
+        with pause:
+            sender.send_weights()
         assert server.version == version
         for name, value in tensors().items():
             weights[name].copy_(value)
@@ -319,6 +325,39 @@ def test_a_server_that_says_nothing_is_waited_for_until_the_deadline(servers: Se
         assert "start it again" in caught.value.remedy
     finally:
         ends.set()
+
+
+@pytest.mark.parametrize("stalls", [False, True])
+@pytest.mark.parametrize("head", ["Content-Length: 100", "Connection: close"])
+def test_an_answer_that_was_cut_is_none(head: str, stalls: bool) -> None:
+    """The server ends in the middle of it, or goes no further. Without a length, its end is that of the answer."""
+    ends = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answers() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n{{".encode())
+                assert not stalls or ends.wait(WAIT_TIMEOUT)
+
+        thread = threading.Thread(target=answers)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        client = vllm.VLLMClient(url, timeout=0.2 if stalls else WAIT_TIMEOUT)
+        try:
+            if stalls:
+                with pytest.raises(ServerTimeout):
+                    client.post("/pause")
+            elif "Length" in head:
+                with pytest.raises(ServerError, match="did not answer") as caught:
+                    client.post("/pause")
+                assert not isinstance(caught.value, ServerTimeout)
+            else:
+                assert client.post("/pause") == {}
+        finally:
+            ends.set()
+            thread.join(WAIT_TIMEOUT)
 
 
 def test_the_key_of_a_server_is_sent(servers: ServersHarness) -> None:
