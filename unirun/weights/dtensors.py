@@ -35,7 +35,7 @@ def local_indices(
     for size, number, placement in zip(mesh, coordinate, placements, strict=True):
         if isinstance(placement, Replicate):
             continue
-        along = placement.dim % len(shape)
+        along = placement.dim
         factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
         one = Shard(0) if factor == 1 else _StridedShard(0, split_factor=factor)
         parts, _ = one._split_tensor(axes[along], size, with_padding=False, contiguous=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +53,11 @@ def test_a_version_is_borrowed_of_one_publisher_when_all_have_it(channel: Channe
     found = reader.borrow(timeout=1.0)
     assert found is not None
     assert found[0] == 2
+    path = found[1].path
+    assert os.path.exists(path)
+    del found
+    gc.collect()
+    assert not os.path.exists(path), "its descriptor is closed"
 
 
 class Pair:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.unit.weights.harness import WeightsHarness, weights_harness
 from unirun.roles.transport.protocol import Parcel
+from unirun.values import WorkerId
 from unirun.weights.hub import Holder
 from unirun.weights.messages import Fetch
 from unirun.weights.publishing import CURRENT
@@ -188,3 +189,28 @@ def test_a_block_is_given_back_once_when_all_that_was_asked_of_it_is_sent(moves:
             holder.close()
         kept = {held, *(version for version, _ in reading)}
         assert sorted(released) == sorted({*range(1, latest + 1)} - kept)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["ask", "got"]), st.integers(1, 4), st.integers(0, 3)), max_size=12)
+)
+def test_parts_are_given_once_to_those_who_still_wait_for_them(moves: list[tuple[str, int, int]]) -> None:
+    now, here, origin = 0.0, 0, (WorkerId("actor", 0, 0), 0)
+    holder, waiting = Holder(lambda _: False, now=lambda: now), list[tuple[int, float, list[Parcel]]]()
+    copy: Any = SimpleNamespace(view=lambda name, box: torch.zeros(2))
+    parts = (NamedBox("w", Box((0,), (2,))),)
+    for move, version, seconds in moves:
+        if move == "ask":
+            answers: list[Parcel] = []
+            ask = Fetch("policy", "rollout:1", 0, version, float(seconds), parts=parts, origin=origin)
+            holder.handle(ask, answers.append)
+            assert len(answers) == (here >= version)
+            if not answers:
+                waiting.append((version, now + seconds, answers))
+            continue
+        now, here = now + seconds, version
+        holder.got([(origin, version, copy)])
+        for at_least, end, answers in waiting:
+            assert len(answers) == (end > now and at_least <= version)
+        waiting = [each for each in waiting if not each[2] and each[1] > now]
+        assert len(holder._waiting) == len(waiting)

@@ -28,6 +28,7 @@ from unirun.weights.tensors import (
     targets_of,
     tensors_of,
     unsaved,
+    unwritable,
 )
 
 SHAPE = (4, 3)
@@ -176,6 +177,30 @@ class TestTargetsOfOneMemory:
         fused = torch.zeros(6, 8)
         with pytest.raises(WeightsError, match="it has memory in common with"):
             targets_of({"a": fused[:4], "b": fused[rows]})
+
+    @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6), st.integers(1, 4)), max_size=5))
+    def test_whatever_they_are_those_with_a_common_element_are_refused(
+        self, places: list[tuple[int, int, int]]
+    ) -> None:
+        memory = torch.zeros(50)
+        tensors = {
+            f"w{number}": memory[begin : begin + count * step : step]
+            for number, (begin, count, step) in enumerate(places)
+        }
+        elements = {
+            name: (place, {*range(place[0], place[0] + place[1] * place[2], place[2])})
+            for name, place in zip(tensors, places, strict=True)
+        }
+        # One of each pair is named. The same tensor by two names is none.
+        pairs = {
+            frozenset((one, other))
+            for one, (place, mine) in elements.items()
+            for other, (its_place, its) in elements.items()
+            if place != its_place and mine & its
+        }
+        wrong = {fault.where for fault in unwritable(tensors)}
+        assert all(pair & wrong for pair in pairs)
+        assert wrong <= {name for pair in pairs for name in pair}
 
     def test_one_tensor_by_two_names_takes_one_value(self, tmp_path: Path) -> None:
         tied = torch.zeros(SHAPE)
