@@ -13,7 +13,7 @@ from tests.unit.rollout.fake_completer import FakeCompleter
 from tests.waiting import WAIT_TIMEOUT, eventually_async
 from unirun.errors import EpisodeFailed, UsageError
 from unirun.experiments import BundledGenerationOutputs, GenerationConfig, SequenceSample
-from unirun.experiments.agents import bundle, run_of, sampling_of
+from unirun.experiments.agents import _first_of, bundle, run_of, sampling_of
 from unirun.rollout.completing import Completion
 from unirun.rollout.episodes import Group
 from unirun.rollout.pool import Pool, Recorder
@@ -199,3 +199,21 @@ def test_outputs_have_the_versions_of_their_first_and_last_tokens() -> None:
 def test_an_object_that_is_no_agent_is_refused() -> None:
     with pytest.raises(UsageError, match="neither run nor collect_trajectory"):
         run_of(object())
+
+
+def test_an_agent_that_ends_in_the_moment_in_which_its_requests_fail_has_its_result() -> None:
+    async def story() -> object:
+        moment = asyncio.Event()
+
+        async def work() -> str:
+            await moment.wait()
+            return "result"
+
+        async def service() -> None:
+            await moment.wait()
+            raise EpisodeFailed("no engine is left", "")
+
+        asyncio.get_running_loop().call_soon(moment.set)
+        return await _first_of(work(), service())
+
+    assert asyncio.run(story()) == "result"

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from unirun.experiments.checks import file_faults, length_warnings
 from unirun.experiments.config import (
@@ -211,6 +213,19 @@ class TestLengths:
             "model_rpcs.train: it makes up to 65 new tokens (max_new_tokens), and actor@0 has 64 positions"
         ]
         assert warnings(config) == []
+
+    @given(st.integers(0, 9), st.integers(0, 9), st.integers(1, 9))
+    def test_a_call_is_refused_for_new_tokens_alone_and_warned_of_for_all(
+        self, prompt: int, new: int, positions: int
+    ) -> None:
+        config = of(
+            kind=GENERATE,
+            model={"config": {"max_position_embeddings": positions}},
+            interface={"clip": 0.2, "max_new_tokens": new},
+            dataset={"rows": ROWS, "max_length": prompt},
+        )
+        assert len(files(config)) == (new > positions)
+        assert len(warnings(config)) == (new <= positions < prompt + new)
 
     def test_sequences_that_are_trained_on_fit_too(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 16}))

@@ -159,6 +159,10 @@ class TestTheJob:
         config.generation_server = [GenerationServer(7, "vllm", None, "m", 2)]
         role = job_mapping(trial(), config, two())["roles"]["generation_server"]
         assert (role["slots"], role["args"][-1]) == (2, "processed_logprobs")
+        # A place for each of its parts also on processors.
+        on_cpus = replace(two(), generation_server=TasksGroup(1, Scheduling(gpu=0)))
+        role = job_mapping(trial(), config, on_cpus)["roles"]["generation_server"]
+        assert (role["device"], role["slots"]) == ("cpu", 2)
         scheduling = replace(two(), generation_server=TasksGroup(2, Scheduling(gpu=0)))
         with pytest.raises(UsageError, match=r"has 2 generation servers, initial_setup\(\) has 1"):
             job_mapping(trial(), config, scheduling)
@@ -662,6 +666,19 @@ class TestWhoseTheDirectoryIs:
         with pytest.raises(UsageError, match=told), alone(root):
             pass
         assert not any(root.iterdir())
+
+    def test_one_that_others_have_made_meanwhile_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        root = root_of(str(tmp_path), "ppo", "first")
+
+        def made(folder: Path) -> None:
+            folder.mkdir(parents=True)
+            folder.chmod(0o777)
+
+        monkeypatch.setattr("unirun.experiments.starting.make_private", made)
+        with pytest.raises(UsageError, match=f"{root} may be written by all users"), alone(root):
+            pass
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
     def test_one_of_another_user_is_refused(self, tmp_path: Path) -> None:

@@ -296,6 +296,19 @@ def test_an_agent_that_always_fails_ends_the_run_with_its_error() -> None:
     play(story)
 
 
+def test_the_time_that_an_agent_gives_to_something_is_not_that_of_the_episode(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async def agent(data: Any, client: Recorder) -> float | None:
+        raise TimeoutError("the tool does not answer")
+
+    async def story() -> None:
+        assert await Pool(FakeCompleter(), agent).group(prompts(1)[0]) is None
+
+    play(story)
+    assert "(1 times so far): TimeoutError: the tool does not answer" in capfd.readouterr().err
+
+
 def test_an_episode_has_a_deadline() -> None:
     async def agent(data: Any, client: Recorder) -> float | None:
         await asyncio.Event().wait()

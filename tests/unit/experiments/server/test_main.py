@@ -1,4 +1,4 @@
-"""The command of the built-in server: the ends that it comes to, and what becomes of a request then."""
+"""The command of the built-in server: what it loads, the ends that it comes to, and what becomes of a request then."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.experiments.models.test_stage import CONFIG
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.experiments.server import __main__ as command
 from unirun.experiments.server.generator import Generator
+from unirun.experiments.server.routes import Routes
 
 LONG = 2000
 """Tokens of a request that does not come to its end by itself before the server does."""
@@ -34,6 +37,38 @@ def settings_of_the_process() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, descriptors)
 
 
+def loaded(model: Path, *options: str) -> tuple[Routes, dict[str, torch.Tensor]]:
+    """The application of the command with these options, and the tensors that it generates with."""
+    routes, generator = command.routes_of(command.options_of([str(model), *options]))
+    return routes, generator._named
+
+
+def test_the_network_is_that_of_the_folder_or_a_random_one_of_its_kind(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {name: value for name, value in CONFIG.items() if name != "model_type"}
+    config = AutoConfig.for_model("llama", **settings, eos_token_id=5, max_position_embeddings=300)
+    network: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    network.bfloat16().save_pretrained(tmp_path)
+    expected = network.state_dict()
+
+    routes, tensors = loaded(tmp_path)
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensors[name], tensor), name
+        assert tensors[name].dtype == torch.bfloat16
+    assert (routes._stops, routes._longest, routes._vocabulary) == ((5,), 300, 32)
+    routes, tensors = loaded(tmp_path, "--dtype", "float32", "--max-model-len", "100")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    assert (routes._stops, routes._longest) == ((5,), 100)
+    first, same, other = (
+        loaded(tmp_path, "--load-format", "dummy", "--seed", seed)[1]["lm_head.weight"] for seed in "112"
+    )
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+    assert not torch.equal(first, expected["lm_head.weight"])
+
+
 def listens(port: int) -> bool:
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), WAIT_TIMEOUT):
         return True
@@ -44,6 +79,9 @@ def asked(port: int) -> Any:
     """The answer to a request for tokens."""
     eventually(lambda: listens(port), "the server listens")
     connection = HTTPConnection("127.0.0.1", port, timeout=WAIT_TIMEOUT)
+    connection.request("POST", "/pause", headers={"X-Forwarded-For": "127.0.0.1"})
+    refused = connection.getresponse()
+    assert (refused.status, b"closed to other hosts" in refused.read()) == (403, True)
     body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": LONG, "ignore_eos": True}}
     try:
         connection.request("POST", "/inference/v1/generate", json.dumps(body))
@@ -71,7 +109,13 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callabl
 
         with ThreadPoolExecutor(2) as threads:
             answer, ending = threads.submit(asked, port), threads.submit(ends)
-            code = command.serve(options)
+            # A server that does not end by itself must not hold this thread.
+            last = threading.Timer(WAIT_TIMEOUT, os.kill, (os.getpid(), signal.SIGTERM))
+            last.start()
+            try:
+                code = command.serve(options)
+            finally:
+                last.cancel()
             ending.result(WAIT_TIMEOUT)
             return code, answer.result(WAIT_TIMEOUT)
 
