@@ -145,6 +145,12 @@ def test_tokens_that_an_agent_masks_are_not_trained_on_and_each_output_is_found_
     assert (short.token_ids, short.trained) == ((5, 6), (False, True))
 
 
+@pytest.mark.parametrize(("given", "asked"), [(0, 0), (7, 7), (10**8, 0)])
+def test_a_request_is_for_the_likeliest_tokens_unless_all_are_meant(given: int, asked: int) -> None:
+    """ReaLHF has a large number for all of them."""
+    assert sampling_of(GenerationConfig(top_k=given))["top_k"] == asked
+
+
 @pytest.mark.parametrize("tokens", [[5, 55], [7]])
 def test_a_sequence_that_the_model_has_not_made_fails_its_episode(tokens: list[int]) -> None:
     class Invents:

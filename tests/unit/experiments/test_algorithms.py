@@ -147,7 +147,12 @@ class Answers:
         return self._made
 
 
-def test_held_out_answers_are_scored_by_a_function_and_those_that_have_not_ended_are_empty() -> None:
+@pytest.mark.parametrize("ends", [0, [0], (0,)])
+def test_held_out_answers_are_scored_by_a_function_and_those_that_have_not_ended_are_empty(
+    ends: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A tokenizer has one token that ends, or several.
+    monkeypatch.setattr(Digits, "eos_token_id", ends)
     prompts = SequenceSample.of(
         {"packed_prompts": [torch.tensor([3])] * 3}, ["a", "b", "c"], row=[{"answer": "12"}] * 3
     )

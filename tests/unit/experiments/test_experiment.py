@@ -273,6 +273,7 @@ class TestModules:
         (tmp_path / "tests_given.py").write_text(REGISTERS.format("tests-given"))
         import_modules(["tests_given"], str(tmp_path))
         assert "tests-given" in EXPERIMENTS
+        assert sys.path[0] == str(tmp_path), "before what is installed under the same names"
 
     def test_without_names_all_modules_of_the_package_are_imported(self, tmp_path: Path) -> None:
         package = tmp_path / "experiments"

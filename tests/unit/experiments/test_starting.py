@@ -384,6 +384,7 @@ class TestHowItStands:
     def test_one_of_which_nothing_is_known_any_more_is_gone(self, config: ExperimentConfig, job: str) -> None:
         start(config, job)
         assert phase_of(job) == "gone"
+        assert not job or trial_status("ppo", "first") is ExpStatus.ABORTED
         refuse_running(root_of("", "ppo", "first"))
 
     def test_one_that_was_never_started_may_be(self) -> None:

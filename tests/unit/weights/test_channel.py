@@ -60,6 +60,17 @@ def test_a_version_is_borrowed_of_one_publisher_when_all_have_it(channel: Channe
     assert not os.path.exists(path), "its descriptor is closed"
 
 
+def test_a_version_is_as_old_as_the_publisher_says_that_is_ahead(channel: Channel) -> None:
+    reader = channel.readers[0]
+    assert reader.channel.receive(reader.tensors, timeout=1.0) == 1
+    channel.all_publish(False, 0)
+    channel.publish(0)
+    assert reader.channel.receive(reader.tensors, max_staleness=2, timeout=1.0) == 1
+    channel.job.meanwhile.extend([*[lambda: None] * 8, lambda: channel.publish(1)])
+    assert reader.channel.receive(reader.tensors, max_staleness=1, timeout=5.0) == 3
+    assert same(reader.tensors, content(0, 3))
+
+
 class Pair:
     """A process group with a publisher."""
 

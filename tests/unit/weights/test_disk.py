@@ -123,6 +123,10 @@ def packed(local: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def test_the_latest_version_counts_that_all_ranks_have_saved(url: str) -> None:
+    save(url, -3, *halves(torch.full((4, 2), -3.0)))
+    got = torch.zeros(4, 2)
+    assert load(url, {"w": got}) == -3
+    assert got.unique().tolist() == [-3.0]
     for version in (1, 2, 10):
         save(url, version, *halves(torch.full((4, 2), float(version))))
     (_, second) = (Path(path) for path in save(url, 11, *halves(torch.zeros(4, 2))))

@@ -246,6 +246,22 @@ KINDS = {**EMPTY, **LOCKED, **GOOD}
 PUBLISHED = {kind: make() for kind, make in {**LOCKED, **GOOD}.items()}
 
 
+@given(st.integers(0, 2), st.lists(st.tuples(st.sampled_from([0, 1, 5, 100]), st.booleans()), max_size=8))
+def test_memory_has_the_size_that_is_wanted_or_is_not_much_larger_where_some_is_spare(
+    spare: int, takes: list[tuple[int, bool]]
+) -> None:
+    """A file in it ends where it does."""
+    blocks = Blocks(spare)
+    for pages, stays in takes:
+        size = max(pages * PAGE, 1)
+        block = blocks.take(pages * PAGE, "a reader")
+        assert block.size == size if not spare else size <= block.size <= 2 * size + PAGE
+        assert len(block.memory) == block.size
+        if not stays:
+            block.readers.clear()
+    blocks.close()
+
+
 def test_of_memory_that_is_spare_the_newest_is_kept() -> None:
     blocks = Blocks(spare=2)
     for number in range(1, 5):
