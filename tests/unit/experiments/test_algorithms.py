@@ -98,6 +98,26 @@ def test_a_step_with_fewer_groups_than_parts_has_the_figures_of_those_that_there
     assert figures["ratio"] == figures["ratio_max"] == pytest.approx(1.0)
 
 
+class Skips:
+    """An engine that has skipped one more step after each part."""
+
+    skipped = 0
+
+    def train_batch(self, *batch: object) -> dict[str, float]:
+        """The count of all steps so far."""
+        self.skipped += 1
+        return {"skipped_steps": float(self.skipped), "lr": 0.5}
+
+
+def test_steps_that_were_skipped_are_counted_once() -> None:
+    engine: Any = Skips()
+    policy = Model(place(), torch.nn.Identity(), None, engine)
+    sample = trajectories((0.0, 1.0), (2.0, 1.0), (0.0, 3.0))
+    for before in (0.0, 3.0):
+        figures = DecoupledGRPO(minibatches=3).train_step(policy, sample, MicroBatchSpec())
+        assert (figures["skipped_steps"], figures["lr"]) == (before + 3.0, 0.5)
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_nothing_is_clipped_as_long_as_the_policy_is_the_one_that_has_made_the_tokens(
     temperature: float,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import sys
 import types
+from collections.abc import Iterator
 
 import pytest
+from torch.utils.data import IterableDataset
 
 from unirun.errors import UsageError
 from unirun.experiments.config import BACKENDS, DATASETS, MODELS, Registry, register_dataset
@@ -62,7 +64,10 @@ class TestNamesThatAreUsedTwice:
 
     def test_the_same_thing_may_be_registered_again(self, animals: Registry[type]) -> None:
         animals.register("cat", Cat)
+        animals.register("cat", f"{__name__}:Cat")
         assert animals.find("cat") is Cat
+        with pytest.raises(UsageError, match="is registered already"):
+            animals.register("cat", f"{__name__}:Dog")
 
     def test_a_module_that_is_imported_under_two_names_registers_its_things_twice(
         self, animals: Registry[type], monkeypatch: pytest.MonkeyPatch
@@ -102,6 +107,17 @@ class TestDatasets:
         with pytest.raises(UsageError, match="dataset 'tests-keyless' does not say which keys it has"):
             register_dataset("tests-keyless", type("Keyless", (), {"keys": keys}))
         assert "tests-keyless" not in DATASETS
+
+    def test_one_that_can_only_be_iterated_over_is_refused(self) -> None:
+        class Stream(IterableDataset[int]):
+            keys = ("prompt",)
+
+            def __iter__(self) -> Iterator[int]:
+                return iter((1, 2))
+
+        with pytest.raises(UsageError, match="dataset 'tests-stream' can only be iterated over"):
+            register_dataset("tests-stream", Stream)
+        assert "tests-stream" not in DATASETS
 
 
 def test_an_experiment_that_is_not_registered_is_told() -> None:

@@ -152,6 +152,8 @@ class TestGathering:
         one = SequenceSample.of({"x": [torch.zeros(1)]}, ["a"], row=[1], other=[2])
         two = SequenceSample.of({"x": [torch.zeros(1)]}, ["b"], row=[3])
         assert SequenceSample.gather([one, two]).metadata == {"row": [1, 3]}
+        last = SequenceSample.of({"x": [torch.zeros(1)]}, ["c"], row=[4], other=[5])
+        assert SequenceSample.gather([one, two, last]).metadata == {"row": [1, 3, 4]}
 
     @pytest.mark.parametrize(
         "other",

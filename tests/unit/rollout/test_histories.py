@@ -34,6 +34,10 @@ TURNS = 25
 """Turns of the event loop in which everything happens that needs no time."""
 
 
+TOKENS = 7
+"""Those of each request."""
+
+
 class Loop(asyncio.SelectorEventLoop):
     """An event loop whose time passes when it is told to."""
 
@@ -166,7 +170,9 @@ class Requests(RuleBasedStateMachine):
         self.number += 1
         there = {each.url: len(self.at(each.url)) for each in self.eligible()}
         body = {"number": self.number}
-        task = self.loop.create_task(self.client.post("/v1/completions", body, timeout=seconds))
+        task = self.loop.create_task(
+            self.client.post("/v1/completions", body, timeout=seconds, tokens=TOKENS)
+        )
         self.calls.append(Call(self.number, self.loop.time() + seconds, task))
         self.loop.settle()
         if there:
@@ -265,6 +271,7 @@ class Requests(RuleBasedStateMachine):
         for engine, line in lines.items():
             there = len(self.at(engine.url))
             assert (line.load.in_flight, sum(line._pools.values()), len(line._scopes)) == (there,) * 3
+            assert line.load.tokens == there * TOKENS
         assert sum(not each.closed for each in Transport.opened) == sum(
             len(each._pools) for each in lines.values()
         )

@@ -18,7 +18,7 @@ from tests.unit.weights.fake_device import FakeDevice, FakeMachine, MemoryMisuse
 from tests.unit.weights.harness import ReceiverHarness, WeightsHarness, weights_harness
 from unirun.weights.devices import CudaDevice, DeviceError
 from unirun.weights.integrations.sending import read
-from unirun.weights.publishing import CURRENT, Publisher
+from unirun.weights.publishing import CURRENT, Blocks, Publisher
 
 pytestmark = pytest.mark.starts_processes
 
@@ -191,6 +191,15 @@ class TestOnOneHost:
 def whole_numbers(version: int) -> dict[str, torch.Tensor]:
     """Up to 256, which bfloat16 has."""
     return {"w": torch.full((SIZE,), float(version)), "b": torch.full((3, 5), float(version)).bfloat16()}
+
+
+def test_memory_of_a_device_that_somebody_reads_is_not_freed_by_its_owner() -> None:
+    machine = FakeMachine()
+    blocks, device = Blocks(), machine.process(0)
+    read, unread = (blocks.take(size, "a reader", device) for size in (10, 20))
+    unread.readers.clear()
+    blocks.close()
+    assert machine.used == read.size
 
 
 class TestBetweenHosts:
