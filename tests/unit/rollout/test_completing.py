@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.testbed.engine import tokens
 from unirun.errors import UsageError
 from unirun.rollout import EngineCompleter, completing
-from unirun.rollout.choosing import Answer
+from unirun.rollout.choosing import Answer, Span
 from unirun.values import WorkerId
 
 from .test_client import Engines, play, until
@@ -103,6 +103,35 @@ def test_a_conversation_stays_on_its_engine_while_the_version_is_the_same() -> N
             assert await ask("talk") == 1, "its keys and values are gone"
 
     play(2, story)
+
+
+class Changes:
+    """A client of an engine that gets another version while it answers."""
+
+    def __init__(self, *answers: Sequence[str]) -> None:
+        self._answers = iter(answers)
+        self.stays: list[WorkerId | None] = []
+
+    async def generate(self, token_ids: Sequence[int], *, stay: WorkerId | None, **more: Any) -> Answer:
+        self.stays.append(stay)
+        versions = next(self._answers)
+        spans = tuple(Span(version, place, place + 1) for place, version in enumerate(versions))
+        logprobs = {"content": [{"logprob": -1.0} for _ in versions]}
+        choice = {"token_ids": [4] * len(versions), "finish_reason": "stop", "logprobs": logprobs}
+        return Answer({"choices": [choice]}, WorkerId("engine", 0, 0), versions[0], spans)
+
+
+def test_a_conversation_has_the_version_of_its_last_token() -> None:
+    async def story() -> None:
+        found = await completer.complete([1], max_tokens=2, conversation="talk")
+        assert found.versions == (1, 2)
+        await completer.complete([1], max_tokens=1, conversation="other")
+        await completer.complete([1], max_tokens=1, conversation="talk")
+
+    client: Any = Changes("12", "2", "2")
+    completer = EngineCompleter(client)
+    asyncio.run(story())
+    assert client.stays == [None, None, WorkerId("engine", 0, 0)]
 
 
 def test_settings_that_are_none_are_refused() -> None:

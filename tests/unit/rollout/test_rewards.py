@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Awaitable, Callable
@@ -75,6 +76,28 @@ def test_a_call_that_is_cancelled_gives_its_place_to_the_next_and_leaves_no_proc
         await rewards.close()
         assert not os.path.exists(f"/proc/{process._process.pid}")
 
+    play(story)
+
+
+@pytest.mark.starts_processes
+def test_a_process_whose_call_is_cancelled_while_it_starts_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[asyncio.subprocess.Process] = []
+    start = asyncio.create_subprocess_exec
+
+    async def recorded(*command: Any, **more: Any) -> asyncio.subprocess.Process:
+        started.append(await start(*command, **more))
+        return started[-1]
+
+    async def story() -> None:
+        call = asyncio.create_task(Rewards(length)("x"))
+        while not started:
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait({call})
+        assert call.cancelled()
+        assert await started[0].wait() == -signal.SIGKILL
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", recorded)
     play(story)
 
 
