@@ -239,7 +239,6 @@ class TestTheSampler:
         for each in told:
             began = each.window * WINDOW_SECONDS
             assert [at for _, at in each.times] == [began + 5.0 * place for place in range(6)]
-        os.close(number)
 
     def test_without_torchs_numbers_a_rank_is_not_judged(
         self, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -57,6 +57,7 @@ def test_a_probe_looks_at_its_host_again_when_it_learns_how_the_head_is_reached(
     assert (other.facts is first.facts, other.facts.address) == (False, own_address(None, "127.0.0.2"))
 
 
+@pytest.mark.leaves
 def test_a_probe_keeps_the_store_of_its_latest_job_only() -> None:
     """Another host may be the first of the next one."""
     probe = ProbeServer()
