@@ -181,9 +181,10 @@ def main() -> int:
 
         tree = trees.get()
         trees.put(tree)
-        if said := tree.run(
-            sorted({test for bug in chosen.values() for test in bug.tests}), len(chosen) * TIME_LIMIT
-        ):
+        tests = sorted({test for bug in chosen.values() for test in bug.tests})
+        # In forks, as in `make test`: the tests of a file may leave something that disturbs those of another one.
+        forks = ("-p", "tests.forked", "--processes", str(options.jobs))
+        if said := tree.run([*forks, *tests], len(chosen) * TIME_LIMIT):
             print(f"the tests fail without a bug: {said}")
             return 2
         with ThreadPoolExecutor(options.jobs) as pool:
