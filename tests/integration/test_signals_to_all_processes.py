@@ -35,7 +35,7 @@ TOLD = """
     import os, signal, sys, time
     told = []
     for name in ("SIGUSR1", "SIGUSR2"):
-        signal.signal(getattr(signal, name), lambda number, _: print("got", signal.Signals(number).name, flush=True))
+        signal.signal(getattr(signal, name), lambda number, _: os.write(1, f"got {signal.Signals(number).name}\\n".encode()))
     print("up", flush=True)
     while not os.path.exists("go"):
         time.sleep(0.01)
