@@ -89,6 +89,14 @@ class Questions(RuleBasedStateMachine):
             self.loop.wait(seconds)
             self.late(pause=False)
 
+    @rule(times=st.lists(QUIET, min_size=2, max_size=4))
+    def all_answer_each_question(self, times: list[float]) -> None:
+        """A role may be late, not late, and late again."""
+        for quiet in times:
+            self.late(pause=True)
+            for node in NODES:
+                self.answer(node, quiet)
+
     @rule(seconds=st.sampled_from([0.41, ANSWER_TIMEOUT + 0.07]))
     def nobody_answers(self, seconds: float) -> None:
         """The ranks of nodes that do not answer in time are not judged."""
