@@ -302,7 +302,10 @@ def test_a_spawners_new_store_replaces_the_old_one_and_its_end_is_reported(
     # A store that ends while the order for the next one waits is not reported: nobody needs it any more.
     spawner.process.send_signal(signal.SIGSTOP)
     spawner.send(OpenStore("actor", 5, port))
+    handle = os.pidfd_open(second[0])
     os.kill(second[0], signal.SIGKILL)
+    assert select.select([handle], [], [], WAIT_TIMEOUT)[0], "it has ended"
+    os.close(handle)
     spawner.process.send_signal(signal.SIGCONT)
     assert spawner.next(StoreOpened) == StoreOpened("actor", 5)
     third = spawner.children()
