@@ -1,4 +1,4 @@
-"""Breakpoints in a worker that nobody attends."""
+"""Breakpoints in a worker that no command comes to, and the end of a debugger."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import RendezvousError
 from unirun.launcher import debugger
-from unirun.wire.reports import Debuggee
+from unirun.wire.reports import DebugEnded, Debuggee
 
 
 class Silent:
@@ -60,3 +60,31 @@ def test_threads_wait_at_breakpoints_one_after_the_other_none_longer_than_it_say
     assert opened[1][0] < 3600.0 - 0.005
     assert all(stream.closed for _, stream in opened)
     assert not debugger._turn.locked()
+
+
+class Told:
+    """A stream to an agent that is told everything."""
+
+    def __init__(self) -> None:
+        self.words: list[Any] = []
+        self.closed = False
+
+    def send(self, message: Any) -> None:
+        self.words.append(message)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("latest", [True, False])
+def test_a_debugger_that_is_left_makes_room_for_the_next_one(
+    latest: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams: list[Any] = [Told(), Told()]
+    left, other = map(debugger.Debugger, streams)
+    monkeypatch.setattr(debugger, "_debugger", left if latest else other)
+    left.reset()
+    left.leave()
+    assert debugger._debugger is (None if latest else other)
+    assert [stream.closed for stream in streams] == [True, False]
+    assert streams[0].words == [DebugEnded()]
