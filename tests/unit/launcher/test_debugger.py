@@ -63,7 +63,7 @@ def test_threads_wait_at_breakpoints_one_after_the_other_none_longer_than_it_say
 
 
 class Told:
-    """A stream to an agent that is told everything."""
+    """A stream to an agent, which keeps the messages that are sent."""
 
     def __init__(self) -> None:
         self.words: list[Any] = []

@@ -45,7 +45,7 @@ def test_a_stream_that_is_dropped_costs_no_descriptor() -> None:
 
 
 def test_signals_to_all_processes_of_a_job_do_nothing_and_ignored_ones_stay_ignored() -> None:
-    """One that the user's shell ignores is told from others by that, also when the streams are prepared twice."""
+    """A signal that the shell ignores stays ignored, also when the streams are prepared twice."""
 
     def own(*_: object) -> None:
         pass

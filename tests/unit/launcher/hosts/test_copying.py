@@ -101,7 +101,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> type[FakePopen]:
         pass
 
     def no_wait(*_: object) -> None:
-        raise AssertionError("it waits for what is there")
+        raise AssertionError("a wait has run into its time-out")
 
     monkeypatch.setattr(copying, "subprocess", SimpleNamespace(Popen=Fresh, DEVNULL=-3))
     monkeypatch.setattr(copying, "CATCH_UP_TIMEOUT", WAIT_TIMEOUT)
