@@ -169,7 +169,6 @@ class RemoteSource:
         self._link = ""
         self._channel, self._reader, self._host = channel, reader, host
         self._mapped: dict[int, Mapped] = {}
-        self._kept = 0
 
     @property
     def who(self) -> WorkerId:
@@ -203,8 +202,8 @@ class RemoteSource:
         self._link = self._wanted_link()
         device = self.device is not None and self.on_device and (self.here or self.link == "nccl")
         if keep and self.here:
-            self._kept += 1
-            reader, mapped = f"{reader} {self._kept}", ()
+            # Its blocks come back when they are not mapped any more, and not when the next version is held.
+            reader, mapped = f"{reader} kept", ()
         parts = None if self.here else tuple(takes)
         # Each device has its own way into the network; what one gets is not given to others.
         host = "" if device else self._host

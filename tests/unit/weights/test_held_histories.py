@@ -114,5 +114,17 @@ def test_one_that_withdraws_last_is_asked_again(rank: int) -> None:
     held.teardown()
 
 
+def test_parts_of_two_states_with_one_number_are_not_put_together() -> None:
+    held = HeldVersions()
+    held.begins()
+    held.publish()
+    held.receive(HOLDERS[0])
+    held.begin_anew()
+    held.receive(HOLDERS[1])
+    (_, first), (_, second) = held.held.values()
+    assert first == second
+    held.teardown()
+
+
 TestHeldVersions = HeldVersions.TestCase
 TestHeldVersions.settings = settings(examples(60), stateful_step_count=8)

@@ -507,6 +507,22 @@ def test_a_version_is_whole_whatever_happens_at_any_moment(what: str, how: str) 
         history.teardown()
 
 
+@pytest.mark.parametrize("rank", RECEIVERS)
+def test_a_version_is_whole_after_each_second_time(rank: int) -> None:
+    """Each rule that does something twice, also where no random history has tried it."""
+    history = Channel()
+    try:
+        history.begins()
+        history.all_publish(True, 2)
+        for again in (history.assigns_twice, history.learns_the_layouts_anew, history.publishers_turn_their_cut):
+            for _ in range(2):
+                again(rank)
+                history.tensors_are_those_of_the_version_that_was_received()
+                history.blocks_are_lent_to_those_who_hold_them()
+    finally:
+        history.teardown()
+
+
 def test_a_neighbour_that_hangs_costs_no_time_after_the_deadline() -> None:
     history = Channel()
     try:

@@ -68,6 +68,17 @@ def test_one_that_got_it_from_another_receiver_holds_it_too(harness: WeightsHarn
     assert values(got) == [5.0]
 
 
+def test_a_late_receiver_gets_the_next_version_of_the_same_receiver_too(harness: WeightsHarness) -> None:
+    publisher, endpoint = harness.publisher()
+    receiver, late, got = harness.receiver(endpoint), harness.receiver(), filled(0.0)
+    holders = harness.holders(receiver)
+    for version in (1, 2, 3):
+        publisher.publish(filled(float(version)), version)
+        receiver.receive(filled(0.0))
+        assert late.receive_held(holders, got) == version
+        assert values(got) == [float(version)]
+
+
 def test_receivers_that_have_a_part_each_are_enough_together(harness: WeightsHarness) -> None:
     publisher, endpoint = harness.publisher(tcp=True)
     publisher.publish(filled(3.0, "a", "b"), 3)
