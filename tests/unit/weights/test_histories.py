@@ -514,7 +514,11 @@ def test_a_version_is_whole_after_each_second_time(rank: int) -> None:
     try:
         history.begins()
         history.all_publish(True, 2)
-        for again in (history.assigns_twice, history.learns_the_layouts_anew, history.publishers_turn_their_cut):
+        for again in (
+            history.assigns_twice,
+            history.learns_the_layouts_anew,
+            history.publishers_turn_their_cut,
+        ):
             for _ in range(2):
                 again(rank)
                 history.tensors_are_those_of_the_version_that_was_received()
