@@ -336,6 +336,6 @@ def consequences(events: Sequence[LoggedEvent], failure: LoggedFailure) -> list[
     root = failure.cause
     for event in events:
         # A cause is written before what follows from it.
-        if event.cause and (event.cause == root or (event.cause in chosen and event.id not in chosen)):
+        if event.cause and (event.cause == root or event.cause in chosen):
             chosen.add(event.id)
     return [event for event in events if event.id in chosen]
