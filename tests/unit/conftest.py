@@ -56,8 +56,9 @@ def no_processes(
 
 
 def _held() -> set[object]:
-    """The threads of this process, and its descriptors."""
-    return {*threading.enumerate(), *descriptors().items()}
+    """The threads of this process, and its descriptors. The first bar of tqdm starts a thread for the whole process."""
+    threads = (thread for thread in threading.enumerate() if thread.name != "tqdm_monitor")
+    return {*threads, *descriptors().items()}
 
 
 def descriptors() -> dict[str, str]:
