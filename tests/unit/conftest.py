@@ -24,6 +24,8 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     marked ``leaves``."""
     before = _held()
     yield
+    # Until the end of the test, which is later, pytest keeps the values of the other fixtures.
+    request.node.funcargs.clear()
     if not (_held() - before) or request.node.get_closest_marker("leaves") is not None:
         return
 

@@ -41,8 +41,6 @@ from unirun.roles.gloo import (
 )
 from unirun.roles.process_groups import dist, process_groups
 
-pytestmark = pytest.mark.leaves
-
 
 @pytest.mark.parametrize("moves", [True, False])
 def test_what_never_comes_to_rest_is_waited_for_as_long_as_the_rest(

@@ -75,6 +75,7 @@ class Job:
         for worker in [*self.workers.values()]:
             self.dies(worker)
         self._patches.close()
+        del Job.current
 
     def happens(self) -> bool:
         """Let the next thing happen; False when there is none, or one is happening."""

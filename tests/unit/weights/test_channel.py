@@ -18,8 +18,6 @@ from unirun.errors import PeerLost, UsageError, WeightsTimeout
 from unirun.weights.channel import VERSION_REPORT_INTERVAL
 from unirun.wire.reports import FROM
 
-pytestmark = pytest.mark.leaves
-
 
 @pytest.fixture
 def channel() -> Iterator[Channel]:

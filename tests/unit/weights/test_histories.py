@@ -25,8 +25,6 @@ from unirun.weights.receiving import NEIGHBOR_ANSWER_TIMEOUT
 from unirun.weights.tensors import LocalShard, Piecewise
 from unirun.wire.reports import VERSION
 
-pytestmark = pytest.mark.leaves
-
 pytestmark = pytest.mark.long  # a third of a minute, and near the end of all files by its name
 
 Tensors = dict[str, torch.Tensor]
