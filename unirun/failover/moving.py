@@ -596,7 +596,7 @@ def _decide(
         recoverable,
         elsewhere=elsewhere,
         together=together,
-        asked=cause.asked,
+        asked=cause.asked or cause.come,
         leaving=sum(role.workers[rank].live for rank in ranks),
     )
     return decide_in(state, loss, cause.time, ranks)

@@ -382,7 +382,7 @@ def grow(draft: JobDraft) -> None:
             draft.put(replace(role, grows=grows))
             draft.tell_soon()
     names = [role.name for role in roles if not role.survives]
-    cause = Cause(come, f"{', '.join(come) or 'a node'} joined", draft.now, asked=True, come=True)
+    cause = Cause(come, f"{', '.join(come) or 'a node'} joined", draft.now, come=True)
     _grow(draft, draft.state, names, cause)
 
 
@@ -391,7 +391,7 @@ def grow_at_boundary(draft: JobDraft, name: str) -> None:
     role = draft.role(name)
     if role.grows and role.in_place and _settled(draft.state):
         draft.put(replace(role, grows=False))
-        cause = Cause((), "nodes have joined", draft.now, asked=True, come=True, boundary=True)
+        cause = Cause((), "nodes have joined", draft.now, come=True, boundary=True)
         _grow(draft, draft.state, [name], cause)
         draft.tell_now()
 
@@ -400,7 +400,7 @@ def grow_elastic(draft: JobDraft, name: str) -> None:
     """Give an elastic role more ranks, if there is room for some. Otherwise nothing changes; it may be asked again."""
     state = draft.state
     if name in state.roles and state.role_spec(name).elastic and _settled(state):
-        cause = Cause((), "more ranks were asked for", draft.now, asked=True, come=True)
+        cause = Cause((), "more ranks were asked for", draft.now, come=True)
         _grow(draft, state, [name], cause)
 
 

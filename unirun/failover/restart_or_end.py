@@ -47,8 +47,8 @@ CONSEQUENCE_SECONDS = 60.0
 
 
 class Diagnosis(Value):
-    """The `cause`, the `reason` for taking it, and the `others` in order of time. The `note` of a cause that is
-    inferred says how it caused the other failures."""
+    """The `cause`, the `reason` for taking it, and the `others` in order of time. The reason for a cause that is
+    inferred is its `note`, which says how it caused the other failures."""
 
     cause: Failure
     reason: str
@@ -65,7 +65,7 @@ class Diagnosis(Value):
         return EXIT_FAILURE if self.cause.exit.ok else self.failure.exit.status
 
     def __str__(self) -> str:
-        what = self.cause.note if self.cause.inferred else f"{self.cause.exit} ({self.reason})"
+        what = self.reason if self.cause.inferred else f"{self.cause.exit} ({self.reason})"
         return f"{self.cause.worker} on {self.cause.node}: {what}"
 
 

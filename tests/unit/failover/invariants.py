@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from msgspec import convert, to_builtins
 
 from unirun.errors import IllegalTransition
-from unirun.failover.state import JOB_ENDS, ROLE_ENDS, JobState, Looked, RolePhase, RoleState, WorkerPhase
+from unirun.failover.draft import Command, Record, ToAgent, ToAgents, ToGuest, ToVisitors, ToWatchers
+from unirun.failover.state import (
+    JOB_ENDS,
+    ROLE_ENDS,
+    JobState,
+    Looked,
+    RolePhase,
+    RoleState,
+    WorkerPhase,
+    WorkerState,
+)
+from unirun.observe.status import FailureStatus
+from unirun.wire.frames import decode, encode
 
 
 def check_role(role: RoleState, max_restarts: int, *, has_window: bool = False) -> None:
@@ -66,6 +81,33 @@ def check_job(state: JobState) -> None:
         raise IllegalTransition(f"a pair of nodes is there twice: {state.cuts}")
     if state.phase in JOB_ENDS and (state.live or state.verdict is None or state.ended is None):
         raise IllegalTransition(f"the job is {state.phase} and not over")
+
+
+def check_types(state: JobState, commands: Sequence[Command]) -> None:
+    """Raise when a field of the state, of a message or of a record has another type than it should: others read it from
+    a store, a stream or a file, and refuse it there."""
+    convert(to_builtins(state, enc_hook=list), JobState, dec_hook=_ranks)
+    for command in commands:
+        match command:
+            case (
+                ToAgent(message=message)
+                | ToAgents(message=message)
+                | ToWatchers(message)
+                | ToGuest(_, message)
+            ):
+                assert decode(encode(message)) == message
+            case ToVisitors(view):
+                assert decode(encode(view)) == view
+            case Record(details=details):
+                convert(to_builtins(command), Record)
+                if "failure" in details:
+                    convert(details["failure"], FailureStatus)
+        if isinstance(command, ToAgent):
+            assert isinstance(command.cause, str)
+
+
+def _ranks(kind: type, rows: Any) -> Any:
+    return kind(convert(rows, tuple[WorkerState, ...]))
 
 
 def _check_looked(looked: Looked, role: RoleState, group: int | None) -> None:

@@ -6,7 +6,7 @@ import signal
 from typing import Self, TypeVar
 
 from tests.sim.views import told_view
-from tests.unit.failover.invariants import check_job
+from tests.unit.failover.invariants import check_job, check_types
 from unirun.collocation import Assignment, Inventory, Placement, place
 from unirun.collocation.graph import declared
 from unirun.failover.draft import (
@@ -101,6 +101,7 @@ class Job:
             self.now += 0.1
             self.state, commands = step(self.state, pending.pop(0), self.now)
             check_job(self.state)
+            check_types(self.state, commands)
             self.check_stores(commands)
             commands = [each for command in commands for each in self.received(command)]
             self.check_views()
@@ -144,13 +145,16 @@ class Job:
         if self.state.told is not None:
             for node in self.state.agents.keys() - self.state.uninformed:
                 assert self.seen[node] == told_view(self.state)
+                programs = [role for role in self.seen[node].roles if self.state.roles[role.name].is_program]
+                assert not any(role.endpoint for role in programs), "a store is named that there is not"
 
     def launched(self) -> Self:
         return self.on(*(self.join(node) for node in self.state.nodes))
 
     def join(self, node: str) -> Join:
         host = "127.0.0.1" if node == "n0" else node
-        endpoints = {name: f"{host}:{n + 1}" for n, name in enumerate(self.state.roles)}
+        stores = [role.name for role in self.state.roles.values() if not role.is_program]
+        endpoints = {name: f"{host}:{n + 1}" for n, name in enumerate(stores)}
         return Join(node, 1, node, endpoints)
 
     def running(self) -> Self:

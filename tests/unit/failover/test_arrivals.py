@@ -221,6 +221,7 @@ def test_whatever_happens_ranks_that_survive_grow_as_one_role(what: list[tuple[s
     role = job.state.roles["actor"]
     assert role.phase == "running"
     assert len(role.workers) == len(job.state.placement.of_role("actor"))
+    assert job.state.agents.keys().isdisjoint(job.state.newcomers), "a node is offered again"
 
 
 class TestAMadeUpNode:

@@ -69,7 +69,7 @@ class TestACommit:
 
     def test_a_late_commit_of_a_job_with_one_rank_does_not_go_back(self) -> None:
         job = Job({"actor": 1}).running()
-        assert [commits(job, "actor", 0, step).data for step in (20, 10)] == ["20", "20"]
+        assert [commits(job, "actor", 0, step).data for step in (0, 20, 10)] == ["0", "20", "20"]
         assert job.state.commits.step == 20
 
     def test_a_commit_is_urgent(self) -> None:

@@ -71,7 +71,11 @@ def failure(
             "crash",
             "a crash in native code: Segmentation fault, in forward (/home/me/model.py:12)",
         ),
-        (failure(by=6, tail="a\nfree(): invalid pointer\n"), "abort", "free(): invalid pointer"),
+        (
+            failure(by=6, tail="a\nb\nfree(): invalid pointer\n"),
+            "abort",
+            "aborted it: free(): invalid pointer",
+        ),
         (
             failure(by=6, tail=WATCHDOG),
             "collective_timeout",

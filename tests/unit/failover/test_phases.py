@@ -129,6 +129,9 @@ class TestPut:
             draft.put(running, PhaseEvent.ALL_UP)
         with pytest.raises(IllegalTransition, match="^the job is launching, .* stopped: for no reason$"):
             draft.put(replace(draft.state, phase=JobPhase.STOPPED))
+        serves = replace(draft.role("actor").workers[1], phase=WorkerPhase.SERVING)
+        with pytest.raises(IllegalTransition, match="^actor:1 is waiting, and must not become serving: "):
+            draft.put_worker("actor", serves, PhaseEvent.RUNS)
 
 
 def test_the_state_of_a_draft_changes_by_put_alone() -> None:

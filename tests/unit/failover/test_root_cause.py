@@ -54,6 +54,14 @@ def test_a_consequence_is_the_cause_only_when_there_is_nothing_else(found: list[
 
 
 @given(several)
+def test_the_cause_is_told_with_the_reason_for_taking_it(found: list[Failure]) -> None:
+    diagnosis = diagnose(found)
+    assert diagnosis.reason
+    assert str(diagnosis).startswith(f"{diagnosis.cause.worker} on n0: ")
+    assert diagnosis.reason in str(diagnosis)
+
+
+@given(several)
 def test_no_failure_of_its_own_kind_came_before_the_cause(found: list[Failure]) -> None:
     cause = diagnose(found).cause
     alike = [f for f in found if is_consequence(f) == is_consequence(cause)]

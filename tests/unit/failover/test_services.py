@@ -155,6 +155,14 @@ class TestAnOptionalServiceThatFitsNowhereElse:
         assert job.state.roles["engine"].phase in ROLE_ENDS
         assert job.phases()["train"] == "running"
 
+    def test_one_of_scripts_is_given_up_as_a_whole(self) -> None:
+        entry = Entry("script", "a.py")
+        scripts = RoleSpec("engine", 2, entry, service=True, optional=True, max_restarts=1)
+        job = placed(scripts, trainer(), slots=(1, 1, 1))
+        self.lost(job, job.worker().node)
+        assert job.told(Notice)[0].source == "engine:0-1"
+        assert job.ended == [("engine", [1], TERM)]
+
     def test_it_is_given_up_although_it_has_not_started_there_yet(self) -> None:
         job = placed(engines(optional=True), trainer(), slots=(1, 1, 1))
         job.on(Drain(job.worker().node))

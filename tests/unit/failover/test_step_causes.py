@@ -34,6 +34,7 @@ class TestARankThatHasNotFailed:
         assert verdict.reason.startswith(f"{cause}; actor:0 ended with exit code 1")
         assert f"root cause: {cause}" in verdict.report
         assert verdict.error_file == "/logs/actor/0/0/error.json"
+        assert verdict.report.endswith("  log: /logs/actor/1/0/stderr.log")
         assert job.state.failures[-1].worker.rank == 1
 
     def test_one_that_left_early_is_told_when_its_role_starts_again(self) -> None:
