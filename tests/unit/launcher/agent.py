@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from typing import Any, TypeVar
+
+from msgspec import convert, to_builtins
 
 from unirun.launcher.core import step
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import (
     AgentState,
+    CallLater,
     Command,
     Event,
     FromSpawner,
@@ -17,13 +21,17 @@ from unirun.launcher.events import (
     LinkMessage,
     Order,
     RendezvousStore,
+    SignalSpawner,
+    ToLink,
+    ToLinks,
     ToMaster,
     ToSpawner,
     Worker,
 )
 from unirun.values import WorkerId
+from unirun.wire.frames import decode, encode
 from unirun.wire.messages import Hello
-from unirun.wire.reports import Forked, FromWorker, Message, OpenStore, Spawn, SpawnerReady
+from unirun.wire.reports import Forked, FromWorker, Kill, Message, OpenStore, Spawn, SpawnerReady
 
 T = TypeVar("T")
 
@@ -57,6 +65,29 @@ def store(role: str = "actor", generation: int = 0, key: SpawnerKey = TORCH) -> 
     return RendezvousStore(key, OpenStore(role, generation, 9))
 
 
+def check_step(before: AgentState, after: AgentState, commands: Sequence[Command]) -> None:
+    """Raise when a command is for a worker or a spawner that is not there, or a field has another type than it should:
+    the peer that gets such a message refuses it."""
+    for changed in after.workers.values():
+        if before.workers.get(changed.id) is not changed:
+            convert(to_builtins(changed), Worker)
+    for command in commands:
+        match command:
+            case ToMaster(message) | ToLinks(message) | ToLink(_, message) | ToSpawner(_, message):
+                assert decode(encode(message)) == message
+            case CallLater(delay, event):
+                assert delay >= 0.0
+                convert(to_builtins(event), type(event))
+            case _:
+                convert(to_builtins(command), type(command))
+        if isinstance(command, ToLink):
+            assert command.id in after.workers, f"{command} is for a worker that is not there"
+        elif isinstance(command, ToSpawner | SignalSpawner):
+            assert command.key in after.spawners, f"{command} is for a spawner that is not there"
+        if isinstance(command, ToSpawner) and isinstance(command.message, Kill):
+            assert command.message.id in after.workers, f"{command} is for a worker that is not there"
+
+
 class Agent:
     """An agent under test."""
 
@@ -69,7 +100,9 @@ class Agent:
         self.commands = []
         for event in events:
             event = Order(1, event) if isinstance(event, Instruction) else event
-            self.state, commands = step(self.state, event)
+            before = self.state
+            self.state, commands = step(before, event)
+            check_step(before, self.state, commands)
             self.commands += commands
         return self
 

@@ -78,6 +78,9 @@ class TestALaunch:
 
     def test_a_spawner_without_imports_is_not_reported(self) -> None:
         assert Agent(spawners={FRESH: False}).spawner(SpawnerReady(0.001), key=FRESH).commands == []
+        for seconds in (0.1, 0.5):
+            ready = Agent(spawners={TORCH: False}).spawner(SpawnerReady(seconds))
+            assert ready.told(SpawnerReady) == [SpawnerReady(seconds, "n0")]
 
     def test_a_launch_of_a_live_rank_is_refused_with_a_notice(self) -> None:
         agent = Agent().alive().on(launch(count=3, first=5, incarnation=1))

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from tests.unit.launcher.agent import INT, KILL, OTHER, TERM, TORCH, Agent, launch, spawn, store, worker
 from unirun.failover.state import OWNER_LOST_GRACE_SECONDS
-from unirun.launcher.core import IMPORT_LOOK_INTERVAL, IMPORT_TIMEOUT, WORKER_EXIT_TIMEOUT
+from unirun.launcher.core import IMPORT_LOOK_INTERVAL, IMPORT_TIMEOUT, MAX_STACK, WORKER_EXIT_TIMEOUT
 from unirun.launcher.environment import FRESH
 from unirun.launcher.events import (
     Abandon,
@@ -37,6 +37,7 @@ from unirun.wire.messages import Fault, Inject, PassOn, Shutdown, StopWorkers
 from unirun.wire.reports import (
     Ending,
     Forked,
+    GroupMeets,
     Kill,
     Notice,
     OpenStore,
@@ -47,6 +48,7 @@ from unirun.wire.reports import (
     SpawnerReady,
     StoreEnded,
     StoreOpened,
+    Stuck,
     WorkerError,
     WorkerExited,
 )
@@ -67,6 +69,13 @@ class TestAnInjectedFault:
         assert (str(sent.worker), sent.pid, sent.text) == ("actor:1", 102, "exit=3")
         assert sent.folder.endswith("actor/1/0")
 
+    @pytest.mark.parametrize(("amount", "stops"), [(0.0, 0.0), (1.0, 0.0), (1.25, 0.02), (10.0, 0.09)])
+    def test_a_slow_worker_is_so_many_times_as_slow_and_never_faster(
+        self, amount: float, stops: float
+    ) -> None:
+        agent = Agent().alive().on(Inject("actor", 1, "slow", amount, incarnation=0))
+        assert [round(each.delay, 6) for each in found(agent, CallLater)] == [stops]
+
     def test_a_slow_worker_stops_and_goes_on_until_it_is_told_to_end(self) -> None:
         agent = Agent().alive().on(Inject("actor", 1, "slow", 4.0, incarnation=0))
         for stop, delay in ((True, 0.075), (False, 0.025), (True, 0.075)):
@@ -83,6 +92,31 @@ class TestAnInjectedFault:
         assert agent.commands == []
         agent.on(StopWorkers("actor", (1,), TERM, 5.0))
         assert agent.on(Inject("actor", 1, "sigkill", incarnation=0)).commands == []
+
+
+class TestAWorkerThatIsStuck:
+    """It waits in an earlier generation, in which nobody comes any more."""
+
+    STUCK = LinkMessage(2, Stuck("it waits for ever", "x" * MAX_STACK + " in wait"))
+
+    def test_it_is_killed_and_said_to_be_so_with_the_end_of_its_stack(self) -> None:
+        agent = Agent().alive().on(self.STUCK)
+        assert agent.sent(Kill) == [Kill(2, KILL)]
+        (told,) = agent.told(Notice)
+        assert told.source == "actor:1"
+        assert told.text == f"is killed: it waits for ever; it was at\n{'x' * (MAX_STACK - 8)} in wait"
+        agent.spawner(Reaped(2, 1.0, None, KILL))
+        (end,) = agent.told(WorkerExited)
+        assert (end.cause, end.sent, end.note) == ("stuck", None, "it waits for ever")
+
+    def test_it_is_killed_once_and_not_when_it_was_told_to_end(self) -> None:
+        assert Agent().alive().on(self.STUCK).on(self.STUCK).commands == []
+        assert Agent().alive().on(StopWorkers("actor", (1,), TERM, 5.0)).on(self.STUCK).commands == []
+
+    def test_its_end_has_the_last_generation_that_it_was_about_to_meet_in(self) -> None:
+        agent = Agent().alive().on(*(LinkMessage(2, GroupMeets(number)) for number in (1, 3, 2)))
+        assert agent.commands == []
+        assert agent.spawner(Reaped(2, 1.0, None, KILL)).told(WorkerExited)[0].met == 3
 
 
 class TestAStop:
@@ -355,6 +389,7 @@ class TestASpawnerThatDies:
         (again,) = found(agent, CallLater)
         assert again.event == replace(later.event, waited=2 * IMPORT_LOOK_INTERVAL)
         assert agent.spawner(SpawnerReady(3.0)).on(again.event).commands == []
+        assert agent.on(SpawnerDown(TORCH, "it is gone", 5.0)).on(again.event).commands == []
 
     def test_a_spawner_that_never_ends_its_imports_is_killed(self) -> None:
         agent = Agent(spawners={TORCH: False}).on(StillImporting(TORCH, IMPORT_TIMEOUT))

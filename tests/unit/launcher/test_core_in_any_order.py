@@ -25,15 +25,18 @@ from unirun.launcher.events import (
     TimerExpired,
     ToMaster,
 )
-from unirun.wire.messages import Hello, Shutdown, StopWorkers, View
+from unirun.wire.messages import Hello, Inject, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
     Forked,
+    GroupMeets,
     MasterReply,
     MasterRequest,
     Reaped,
     SpawnerReady,
     SpawnFailed,
     StoreEnded,
+    Stuck,
+    WorkerError,
     WorkerExited,
 )
 
@@ -137,7 +140,11 @@ class RandomHistory:
             choices += [
                 LinkMessage(one.id, Hello(one.who)),
                 LinkClosed(one.id),
+                LinkMessage(one.id, Stuck("it waits for ever", "in wait")),
+                LinkMessage(one.id, GroupMeets(rng.randrange(3))),
+                LinkMessage(one.id, WorkerError("ValueError: x", "in step", 1.0)),
                 Hung(one.id, "hangs"),
+                Inject(*one.who[:2], rng.choice(["slow", "sigstop", "exit"]), 2.0, one.who.incarnation),
             ]
             choices.append(LinkMessage(one.id, MasterRequest(rng.randrange(3), "load_state")))
             choices.append(MasterReply(one.who, rng.randrange(3)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from tests.unit.launcher.agent import KILL, TERM, Agent, worker
@@ -145,10 +146,11 @@ class TestMisses:
         assert not killed(agent)
         assert killed(says(agent, "slow"))
 
-    def test_misses_may_be_one(self) -> None:
-        agent = says(started(alive=replace(ALIVE, misses=1)), "", "closed")
+    @pytest.mark.parametrize(("misses", "times"), [(1, "once"), (2, "2 times in a row")])
+    def test_misses_may_be_few(self, misses: int, times: str) -> None:
+        agent = says(started(alive=replace(ALIVE, misses=misses)), "", *["closed"] * misses)
         assert killed(agent)
-        assert ends(agent).note == "did not answer once: closed"
+        assert ends(agent).note == f"did not answer {times}: closed"
 
     def test_misses_without_alive_are_told_and_nothing_more(self) -> None:
         agent = says(started(alive=None), "", "a", "a", "a", "a")
