@@ -21,6 +21,7 @@ from unirun.launcher.master.shell import NodeAdmission
 from unirun.observe.jobdir import JobDir
 from unirun.wire.address import Address, TcpAddress, UnixAddress
 from unirun.wire.aio import Stream
+from unirun.wire.frames import from_json
 from unirun.wire.messages import AgentTask, Dismissed, Offer, Ready
 from unirun.wire.reports import Message
 
@@ -150,10 +151,16 @@ def test_a_made_up_node_of_a_job_on_one_host_gets_a_task_without_a_head(tmp_path
         harness = AdmissionHarness(tmp_path, HERE)
         placement = replace(harness.state.placement, lost=("n2",))
         harness.state = replace(harness.state, placement=placement)
-        node, _ = await harness.visit(replace(offer("n2"), inventory=""))
+        node, hearing = await harness.visit(replace(offer("n2"), inventory=""))
         word = await answer(node)
         assert isinstance(word, AgentTask)
         assert (word.node, word.head, word.addr) == ("n2.2", None, harness.state.spec.master_addr)
+        node.send(Ready())
+        await node.close()
+        await hearing
+        (arrived,) = harness.applied
+        assert isinstance(arrived, Arrived)
+        assert from_json(Node, arrived.offer.inventory) == harness.state.inventory.nodes[2]
 
     asyncio.run(play())
 

@@ -19,6 +19,7 @@ from unirun.failover.draft import Command, Event
 from unirun.failover.state import JobPhase, JobState, Verdict
 from unirun.failover.step import step
 from unirun.launcher.master.shell import Core
+from unirun.observe.events import read_events
 from unirun.rendezvous.election import leader_of
 from unirun.values import WorkerId
 from unirun.wire.messages import (
@@ -31,6 +32,7 @@ from unirun.wire.reports import (
     Metrics,
     Notice,
     WorkerRunning,
+    WorkerStarted,
 )
 
 
@@ -64,8 +66,21 @@ class TestAnErrorOfItsOwn:
         assert len(crash.story) == STORY
         assert crash.story[-2] == repr(FromWorker(WorkerId("actor", 0, 0), Metrics({}, 19.0)))
         assert leader_of(harness.store, ELECTION_PREFIX) is not None, "the term is the next master's to end"
-        (text,) = harness.events("master")
-        assert text.startswith("an error in the master of term 1: KeyError in ")
+        (event,) = [each for each in read_events(harness.job.events) if each.kind == "master"]
+        assert event.text.startswith("an error in the master of term 1: KeyError in ")
+        assert (event.details["traceback"], event.details["story"]) == (crash.traceback, [*crash.story])
+        assert "KeyError: 'a bug'" in crash.traceback
+
+    def test_an_error_of_the_master_in_an_illegal_state_is_kept_with_what_has_led_to_that(
+        self, harness: MasterHarness
+    ) -> None:
+        async def others() -> None:
+            agent = await harness.agent()
+            agent.send(WorkerStarted(WorkerId("actor", 0, 7), 5))
+            await receive_all(agent)
+
+        (crash,) = harness.run(others)
+        assert crash.causes == ("start: the job starts, as n0 joined",)
 
     def test_an_error_of_the_master_of_its_writer_does_so_too(
         self, harness: MasterHarness, monkeypatch: pytest.MonkeyPatch

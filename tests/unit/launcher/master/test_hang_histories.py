@@ -42,7 +42,9 @@ class Questions(RuleBasedStateMachine):
         self.loop = InstantLoop()
         self.agents: dict[str, Any] = {node: Agent() for node in NODES}
         self.said: list[str] = []
-        role = RoleSpec("actor", 2, Entry("script", "a.py"), hang_timeout=self.limit)
+        role = RoleSpec(
+            "actor", 2, Entry("script", "a.py"), hang_timeout=self.limit, first_step_timeout=950.0
+        )
         self.watch = HangWatch(
             self.agents, lambda _: NODES, lambda _: role, lambda _, text: self.said.append(text)
         )
@@ -70,10 +72,10 @@ class Questions(RuleBasedStateMachine):
         if self.open is None and self.loop.time() >= self.again:
             self.asks(self.loop.time(), evidence=False)
 
-    @rule(node=st.sampled_from(NODES), quiet=QUIET)
-    def answer(self, node: str, quiet: float) -> None:
-        """An answer counts once, and only while it is waited for."""
-        rank = RankProgress(WorkerId("actor", NODES.index(node), 0), count=1, quiet=quiet, age=900.0)
+    @rule(node=st.sampled_from(NODES), quiet=QUIET, count=st.sampled_from([1, 1, 1, 0]))
+    def answer(self, node: str, quiet: float, count: int = 1) -> None:
+        """An answer counts once, and only while it is waited for. A rank that has reported no step has more time."""
+        rank = RankProgress(WorkerId("actor", NODES.index(node), 0), count=count, quiet=quiet, age=900.0)
         self.call(self.watch.answered, Progress(node, "actor", (rank,)))
         if self.open is not None and self.open[node] is None:
             self.open[node] = rank
@@ -125,9 +127,9 @@ class Questions(RuleBasedStateMachine):
                 self.orders[NODES[who.rank]].append(EndHung(who, why))
         else:
             self.again = 0.0 if self.limit else now + QUESTION_INTERVAL
-            longest = max((rank.quiet for rank in ranks if rank.quiet >= 60.0), default=0.0)
+            longest = max((rank.quiet for rank in ranks if rank.quiet >= 60.0 and rank.count), default=0.0)
             if longest and not 0.0 < self.last <= longest < 2 * self.last:
-                late = notice(ranks, HangTimeouts(60.0))
+                late = notice(ranks, HangTimeouts(60.0, self.limits.first_step))
                 assert late is not None
                 self.words.append(late.text)
                 self.last = longest

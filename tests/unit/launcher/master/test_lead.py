@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from tests.unit.failover.context.states import kept
 from tests.unit.failover.job import TERM, Job
 from unirun.errors import EXIT_FAILURE, JobError
 from unirun.failover.context import ContextStore, encode, load
-from unirun.failover.crashes import MAX_MASTERS_PER_ERROR, Crash, record_crash
+from unirun.failover.crashes import MAX_MASTERS_PER_ERROR, Crash, abort_step, record_crash
 from unirun.failover.state import Commits, JobPhase, JobState, PendingCommit
 from unirun.failover.step import step
 from unirun.launcher.master import __main__ as process
@@ -220,11 +221,12 @@ class TestALaterMaster:
         assert leader_of(job_on_disk.store, SEAT) is None, "the seat is free"
 
     def test_a_later_master_ends_a_job_that_has_ended_too_many_masters(self, job_on_disk: JobOnDisk) -> None:
+        began = time.time()
         term = job_on_disk.has(replace(a_job().state, phase=JobPhase.RUNNING))
         crash = Crash(1, 0.5, "KeyError in step", "KeyError: 'x'", ("Join",), "Traceback")
-        assert not leading._core((crash,) * MAX_MASTERS_PER_ERROR, job_on_disk.job, 15.0).writes_first, (
-            "the error may be one of writing"
-        )
+        core = leading._core((crash,) * MAX_MASTERS_PER_ERROR, job_on_disk.job, 15.0)
+        assert not core.writes_first, "the error may be one of writing"
+        assert core.step is abort_step
         for _ in range(MAX_MASTERS_PER_ERROR):
             record_crash(job_on_disk.store, "job-1", term, crash)
         job_on_disk.lead(deposing=1)
@@ -232,6 +234,8 @@ class TestALaterMaster:
         assert state is not None
         assert state.verdict is not None
         assert (state.phase, state.verdict.code) == (JobPhase.FAILED, EXIT_FAILURE)
+        assert state.ended is not None
+        assert began <= state.ended <= time.time()
         assert state.verdict.reason.endswith("a bug in unirun: KeyError in step: KeyError: 'x'")
         assert f"log: {job_on_disk.job.master_log}" in state.verdict.report
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.unit.launcher.master.harness import MasterHarness, end_well, receive_until
 from unirun.launcher.master.visitors import Questions
-from unirun.wire.messages import Attach, Debug, DebugInput, Profile
-from unirun.wire.reports import DebugEnded, DebugOutput, Profiled
+from unirun.wire.messages import AskStacks, Attach, Debug, DebugInput, Profile, StacksAsked
+from unirun.wire.reports import DebugEnded, DebugOutput, Profiled, Stacks
 
 
 async def _debugged(master: MasterHarness) -> None:
@@ -75,6 +75,44 @@ class FakeStream:
     def send(self, message: Any) -> None:
         """Keep it."""
         self.sent.append(message)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 2), st.booleans()), unique_by=lambda x: x[:2]),
+    st.sampled_from(["", "a", "b"]),
+    st.sampled_from([-1, 0, 1]),
+)
+def test_the_agents_of_all_live_ranks_that_are_meant_are_asked_for_stacks_under_one_number(
+    ranks: list[tuple[str, int, bool]], role: str, rank: int
+) -> None:
+    """Rank 2 is on a node whose agent is away."""
+    state: Any = SimpleNamespace(
+        roles={
+            name: SimpleNamespace(
+                workers=[
+                    SimpleNamespace(rank=r, node=f"n{r}", live=live) for of, r, live in ranks if of == name
+                ]
+            )
+            for name in "ab"
+        }
+    )
+    agents: Any = {"n0": FakeStream(), "n1": FakeStream()}
+    meant = {r for name, r, live in ranks if live and r < 2 and role in ("", name) and rank in (-1, r)}
+    questions, first, second = Questions(agents, lambda: state, 1), FakeStream(), FakeStream()
+    for command in (first, second):
+        questions.ask(AskStacks(role, rank), command)  # type: ignore[arg-type]
+        assert command.sent == [StacksAsked(tuple(f"n{r}" for r in sorted(meant)))]
+    numbers = {each.number for agent in agents.values() for each in agent.sent}
+    assert len(numbers) == 2 * bool(meant)
+    assert all(number > 1 << 32 for number in numbers), "the next master would use it, too"
+    for r in (0, 1):
+        assert agents[f"n{r}"].sent == [AskStacks(role, rank, n) for n in sorted(numbers) if r in meant]
+    for number, command in zip(sorted(numbers), (first, second), strict=False):
+        questions.answered(Stacks("n0", number, ()))
+        assert command.sent[1:] == [Stacks("n0", number, ())]
+    questions.leave(first)  # type: ignore[arg-type]
+    questions.leave(second)  # type: ignore[arg-type]
+    assert (questions._asked, questions._of_ranks) == ({}, {})
 
 
 MOVES = ("ask", "ask", "ask", "next", "answer", "late", "lost", "leave")

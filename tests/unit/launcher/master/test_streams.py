@@ -31,7 +31,9 @@ from unirun.wire.credentials import Credentials, load_credentials
 from unirun.wire.handshake import new_token
 from unirun.wire.messages import (
     Attach,
+    Dismissed,
     Ended,
+    Offer,
     RoleChanged,
     Shutdown,
     StartRole,
@@ -49,6 +51,7 @@ from unirun.wire.reports import (
     Metrics,
     Notice,
     Sample,
+    Unanswered,
     WorkerRunning,
 )
 
@@ -209,6 +212,27 @@ class TestAnAgent:
         assert harness.run(others) == []
         assert leader_of(harness.store, ELECTION_PREFIX) is None
 
+    def test_an_agent_that_gets_no_answer_from_another_host_is_believed(self, tmp_path: Path) -> None:
+        """Its own address, and that of a node that has left, say nothing."""
+        harness = MasterHarness(tmp_path, Job({"actor": 2}, inventory=nodes(4)))
+        addrs = {f"n{number}": f"192.0.2.{number + 1}" for number in range(4)}
+
+        async def others() -> None:
+            joins = [replace(harness.model.join(node), addr=addr) for node, addr in addrs.items()]
+            agent, other, left, _ = [await harness.greet(join) for join in joins]
+            await left.close()
+            await eventually_async(lambda: harness.events("agent_lost") != [])
+            other.send(Unanswered("n1", (addrs["n0"], addrs["n1"], addrs["n2"], "192.0.2.99")))
+            await eventually_async(lambda: harness.events("cut_off") != [])
+            await receive_until(agent, StartRole)
+            await end_well(agent)
+
+        assert harness.run(others) == []
+        text = (
+            "n0 and n1 do not hear each other, though both are heard: connections between them get no answer"
+        )
+        assert harness.events("cut_off") == [text]
+
 
 class TestACommand:
     def test_a_command_may_stop_the_job_and_is_told_how_it_ends(self, harness: MasterHarness) -> None:
@@ -271,6 +295,21 @@ class TestACommand:
             assert (await receive_until(late, Ended))[-1] == Ended(0, "succeeded", "actor succeeded", "")
             await late.close()
             await agent.close()
+
+        assert harness.run(others) == []
+
+
+class TestANodeThatOffersItself:
+    def test_a_node_that_offers_itself_to_a_job_on_one_host_is_told_why_not(
+        self, harness: MasterHarness
+    ) -> None:
+        async def others() -> None:
+            node = await harness.greet(Offer("n9", "h9", -1, "", {}))
+            dismissed = await node.receive()
+            assert isinstance(dismissed, Dismissed)
+            assert dismissed.problem == "the job runs on one host"
+            await node.close()
+            await end_well(await harness.agent())
 
         assert harness.run(others) == []
 
