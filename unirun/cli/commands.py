@@ -209,7 +209,7 @@ def _(add: Add) -> None:
     add("--store", **STORE)
 
 
-@_command("debug", "debug:main", "Debug a rank of a running job with pdb; the others go on.")
+@_command("debug", "ranks:debug", "Debug a rank of a running job with pdb; the others go on.")
 def _(add: Add) -> None:
     add("job", help="the job's id, or the beginning of it")
     add("who", help="the rank: actor:2")
@@ -218,7 +218,7 @@ def _(add: Add) -> None:
 
 @_command(
     "profile",
-    "profile:main",
+    "ranks:profile",
     "Profile a rank of a running job: a flame graph, and a trace of torch's profiler.",
 )
 def _(add: Add) -> None:
@@ -230,7 +230,9 @@ def _(add: Add) -> None:
 
 
 @_command(
-    "stacks", "stacks:main", "Where the ranks of a running job are: equal stacks together, the odd one first."
+    "stacks",
+    "ranks:stacks",
+    "Where the ranks of a running job are: equal stacks together, the odd one first.",
 )
 def _(add: Add) -> None:
     add("job", help="the job's id, or the beginning of it")
@@ -270,7 +272,7 @@ def _(add: Add) -> None:
     add("--store", **STORE)
 
 
-@_command("inject", "inject:main", "Inject faults into the workers of a job of your own, to see it recover.")
+@_command("inject", "ranks:inject", "Inject faults into the workers of a job of your own, to see it recover.")
 def _(add: Add) -> None:
     add("job", help="the job's id, or the beginning of it")
     add("who", help="a role or ranks of one: actor, actor:2, actor:0-3")

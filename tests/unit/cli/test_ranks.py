@@ -1,25 +1,169 @@
-"""The refusals of ``unirun inject``, the ranks that it means, and its schedules."""
+"""``unirun stacks``, ``debug``, ``profile`` and ``inject``: refusals, the ranks that are meant, conversations, flame graphs."""
 
 from __future__ import annotations
 
+import builtins
+import itertools
+import json
 import os
+import signal
+import sys
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
+from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.unit.cli.in_process import run_cli
 from tests.unit.rendezvous.fake_master import FakeJob
-from unirun.cli import inject
+from unirun.cli import ranks
 from unirun.cli.commands import call
-from unirun.cli.inject import fault_of, ranks_of
-from unirun.errors import JobError, UsageError
+from unirun.cli.ranks import Bar, Conversation, bars, fault_of, flame, ranks_of
+from unirun.errors import JobError, RendezvousError, UsageError
 from unirun.observe.status import JobStatus, RoleStatus, WorkerStatus, write_status
 from unirun.rendezvous.creation import create_job
+from unirun.values import WorkerId
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import new_token
-from unirun.wire.messages import Attach, Inject, Injected
+from unirun.wire.messages import AskStacks, Attach, DebugInput, Inject, Injected
+from unirun.wire.reports import DebugEnded, DebugOutput, Message, RankProgress, RankStacks
+
+
+@pytest.mark.parametrize(
+    ("who", "question", "shown"),
+    [
+        (None, AskStacks(), ["actor:0", "actor:1", "actor:2", "critic:0"]),
+        ("actor", AskStacks("actor"), ["actor:0", "actor:1", "actor:2"]),
+        ("actor:1-2", AskStacks("actor"), ["actor:1", "actor:2"]),
+        ("actor:1", AskStacks("actor", 1), ["actor:1"]),
+    ],
+)
+def test_of_several_ranks_those_are_shown_that_were_asked_for(
+    who: str | None,
+    question: AskStacks,
+    shown: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The master asks one rank, or a whole role."""
+    asked: list[AskStacks] = []
+
+    def answers(_: Any, wanted: AskStacks) -> tuple[list[RankStacks], list[str]]:
+        asked.append(wanted)
+        ranks = [(role.name, worker.rank) for role in status().roles for worker in role.workers]
+        meant = [
+            (role, rank) for role, rank in ranks if wanted.role in ("", role) and wanted.rank in (-1, rank)
+        ]
+        return [RankStacks(RankProgress(WorkerId(role, rank, 0)), 1) for role, rank in meant], []
+
+    job = SimpleNamespace(run_id="job-1")
+    for name, value in {
+        "find_here": lambda *_: job,
+        "refuse_elsewhere": lambda *_: None,
+        "read_status": lambda _: status(),
+        "ask_stacks": answers,
+    }.items():
+        monkeypatch.setattr(ranks, name, value)
+    assert ranks.stacks(SimpleNamespace(store=None, job="job-1", who=who, json=True, threads=False)) == 0
+    assert [
+        json.loads(line)["worker"].rpartition(".")[0] or json.loads(line)["worker"]
+        for line in capsys.readouterr().out.splitlines()
+    ] == shown
+    assert asked == [question]
+
+
+WORDS = ("text", "prompt", "prompt", "nothing", "ctrl-c", "ctrl-c")
+
+
+class FakeMaster:
+    """The stream to a master: words of the rank and keys of the user come in the order of `words`, then its end."""
+
+    def __init__(self, words: list[str]) -> None:
+        self._words = deque(words)
+        self.told: list[str] = []
+        self.expected: list[str] = []
+        # The rank has said something; it was interrupted since the last prompt; the user has left.
+        self._met = self._interrupted = False
+        self.left = False
+
+    def receive(self, timeout: float) -> Message:
+        """The next word."""
+        word = self._words.popleft() if self._words else "end"
+        if word == "end":
+            return DebugEnded()
+        if word == "ctrl-c":
+            signal.raise_signal(signal.SIGINT)
+            self._interrupts()
+        if word in ("nothing", "ctrl-c"):
+            raise RendezvousError("nothing")
+        self._met = True
+        if word == "prompt":
+            self.expected.append("line")
+            self._interrupted = False
+        return DebugOutput("text", asks=word == "prompt")
+
+    def _interrupts(self) -> None:
+        """The first time the program stops, the second time the user leaves; also before the rank has answered."""
+        self.left = self._interrupted or not self._met
+        self.expected.append("detach" if self.left else "interrupt")
+        self._interrupted = True
+
+    def send(self, message: Message) -> None:
+        """Record a message to the rank."""
+        assert isinstance(message, DebugInput)
+        self.told.append(message.control)
+
+
+@given(st.lists(st.sampled_from(WORDS), max_size=12))
+def test_the_first_ctrl_c_stops_the_program_once_and_the_second_one_leaves(words: list[str]) -> None:
+    master = FakeMaster(words)
+    usual = signal.getsignal(signal.SIGINT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builtins, "input", lambda prompt: "p 1")
+        assert Conversation(cast("BlockingStream", master), "actor:1").run() == 0
+    assert master.told == master.expected
+    assert signal.getsignal(signal.SIGINT) is usual
+
+
+COUNTS = {"main;a": 2, "main;a;b": 3, "main;c": 5, "other": 1}
+
+
+def test_a_frame_is_above_those_that_it_calls_and_as_wide_as_all_of_them() -> None:
+    assert sorted(bars(COUNTS), key=lambda bar: (bar.first, bar.depth)) == [
+        Bar("main", 0, 10, 0),
+        Bar("a", 0, 5, 1),
+        Bar("b", 2, 3, 2),
+        Bar("c", 5, 5, 1),
+        Bar("other", 10, 1, 0),
+    ]
+
+
+def test_a_stack_may_be_deeper_than_that_of_this_process() -> None:
+    deep = ";".join(["f"] * 2 * sys.getrecursionlimit())
+    assert max(bar.depth for bar in bars({deep: 1})) == 2 * sys.getrecursionlimit() - 1
+
+
+names = st.lists(st.sampled_from(["a", "b", "<c & d>"]), min_size=1, max_size=5).map(";".join)
+
+
+@given(st.dictionaries(names, st.integers(1, 1000), max_size=20))
+def test_boxes_of_one_depth_do_not_overlap_and_the_picture_is_xml(counts: dict[str, int]) -> None:
+    for depth in range(6):
+        row = sorted((bar.first, bar.samples) for bar in bars(counts) if bar.depth == depth)
+        assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(row))
+    assert sum(bar.samples for bar in bars(counts) if bar.depth == 0) == sum(counts.values())
+    ElementTree.fromstring(flame(counts, "<job>"))
+
+
+def test_the_picture_names_every_frame_with_its_share() -> None:
+    text = flame(COUNTS, "actor:0")
+    assert "actor:0: 11 samples" in text
+    assert "a: 5 samples, 45.5 %" in text
 
 
 def status(phase: str = "running") -> JobStatus:
@@ -165,7 +309,7 @@ def test_faults_of_a_schedule_come_at_its_times_however_long_answers_take(
         clock.now += 7.0
         stream.send(Injected(fault.role, fault.rank))
 
-    monkeypatch.setattr(inject, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
     with FakeJob() as job:
         write_status(job.job_dir, replace(status(), run_id="run-1"))
         job.leader(script=script)
