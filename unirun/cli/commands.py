@@ -169,7 +169,7 @@ def _(add: Add) -> None:
     add("--store", **STORE)
 
 
-@_command("events", "events:main", "What happened to a job, what was decided, and why.")
+@_command("events", "events:show_events", "What happened to a job, what was decided, and why.")
 def _(add: Add) -> None:
     add("job", **JOB)
     add("-f", "--follow", action=FLAG, help="go on until the job has ended")
@@ -182,7 +182,9 @@ def _(add: Add) -> None:
     add("--store", **STORE)
 
 
-@_command("failures", "failures:main", "The failures of a job, their likely causes, and what was decided.")
+@_command(
+    "failures", "events:show_failures", "The failures of a job, their likely causes, and what was decided."
+)
 def _(add: Add) -> None:
     add("job", **JOB)
     text = "all about failure N: how it was noticed, what followed, its error"
@@ -191,7 +193,7 @@ def _(add: Add) -> None:
     add("--store", **STORE)
 
 
-@_command("trace", "trace:main", "What a job did, on one clock, for Perfetto and chrome://tracing.")
+@_command("trace", "events:write_trace", "What a job did, on one clock, for Perfetto and chrome://tracing.")
 def _(add: Add) -> None:
     add("job", **JOB)
     add("-o", "--output", default="trace.json", metavar="FILE", help="the file to write (trace.json)")
