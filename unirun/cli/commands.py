@@ -200,7 +200,7 @@ def _(add: Add) -> None:
     add("--store", **STORE)
 
 
-@_command("top", "top:main", "A live view of jobs: ranks, rates, calls, decisions.")
+@_command("top", "status:show_top", "A live view of jobs: ranks, rates, calls, decisions.")
 def _(add: Add) -> None:
     add("jobs", nargs="*", metavar="JOB", help="ids, or their beginnings (default: those that run)")
     text = "the order of ranks (rank); the key s changes it"

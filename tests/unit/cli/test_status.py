@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.cli import top
-from unirun.cli.top import Followed, _keys, pressed
+from unirun.cli import status
+from unirun.cli.status import Followed, _keys, pressed
 from unirun.errors import JobError
 from unirun.observe.events import EventLog
 from unirun.observe.status import JobStatus, write_status
@@ -79,7 +79,7 @@ def test_the_terminal_is_as_it_was_however_top_ends(
 
 
 def test_the_latest_events_are_kept_at_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(top, "EVENTS_KEPT", 3)
+    monkeypatch.setattr(status, "EVENTS_KEPT", 3)
     job, lock = create_job("job-1", new_token())
     os.close(lock)
     write_status(job, JobStatus("job-1", "job", "failed", "", 1.0, 2.0, 1, ()))
