@@ -358,7 +358,7 @@ def _(add: Add) -> None:
     add("--json", action=FLAG, help="one object, for programs")
 
 
-@_command("render", "render:main", "The same job as others start it; starts nothing.")
+@_command("render", "batch:render", "The same job as others start it; starts nothing.")
 def _(add: Add) -> None:
     text = "a batch script, a Kubernetes JobSet, or a compose file"
     add("form", choices=("slurm", "jobset", "compose"), help=text)

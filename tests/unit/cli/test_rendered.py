@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.effort import examples
-from unirun.cli.render import Containers, compose_file, job_set
+from unirun.cli.batch import Containers, compose_file, job_set
 from unirun.spec.yaml import write_yaml
 
 JOB = Containers("My PPO_2", "img:1", "name: ppo\n", words=("a.b=1",), nodes=2, gpus=4)
