@@ -72,7 +72,6 @@ MAY_READ_YAML = frozenset(
 MAX_LINES = 800
 
 SMALL = {
-    "dashboard.guarding": "decides who is let in, without a request at hand",
     "dashboard.report": "needs no server",
     "launcher.tracing": "is for workers whose job is traced",
     "weights.dtensors": "imports DTensor, which takes long",
