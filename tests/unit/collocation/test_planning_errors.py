@@ -328,13 +328,14 @@ HALF, THIRD = Fraction(1, 2), Fraction(1, 3)
         ("nodes=1000", PlacementRequest(large(actor=4000, rollout=4000), spares=1), "spares 1", "spares 0"),
         ("nodes=1000", PlacementRequest(large(actor=4000, rollout=3981), spares=5), "spares 5", "spares 2"),
         ("nodes=4", PlacementRequest(large(actor=4), spares=5), "spares 5", "spares 3"),
-        (
+        pytest.param(
             "nodes=1000",
             PlacementRequest(
                 large(actor=8000), tainted=frozenset(f"node{number:03}" for number in range(40))
             ),
             "excluded node000, node001, node002, …",
             "not excluding 40 of the nodes",
+            id="forty of a thousand nodes",
         ),
         (
             "nodes=1000",
