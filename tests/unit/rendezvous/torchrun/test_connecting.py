@@ -47,6 +47,8 @@ def params(run: str = "run1", **config: str) -> RendezvousParameters:
     return RendezvousParameters("etcd-v3", "h:1", run, 1, 1, local_addr="127.0.0.1", **config)
 
 
+# The first TCPStore of a process leaves a pipe of libuv.
+@pytest.mark.leaves
 def test_connect_opens_the_store_of_the_endpoint(
     opening: Opening, store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
