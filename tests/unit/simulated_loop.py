@@ -30,6 +30,9 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._clock = _Selector()
         super().__init__(self._clock)
+        self.errors: list[dict[str, Any]] = []
+        """Errors of tasks and callbacks that no caller has got."""
+        self.set_exception_handler(lambda loop, context: self.errors.append(context))
 
     def time(self) -> float:
         """The simulated time in seconds."""

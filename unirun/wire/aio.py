@@ -27,7 +27,14 @@ from unirun.wire.handshake import (
     Token,
 )
 from unirun.wire.reports import Message
-from unirun.wire.sockets import handshake_error, keep_alive, nobody_answers, not_the_node
+from unirun.wire.sockets import (
+    CONNECT_RETRY_INTERVAL,
+    family_of,
+    handshake_error,
+    keep_alive,
+    nobody_answers,
+    not_the_node,
+)
 
 
 class Stream:
@@ -132,21 +139,20 @@ async def connect(
 
 async def _reach(address: Address) -> socket.socket:
     """A socket that is connected to `address`, by the kernel there. Raises OSError."""
-    loop = asyncio.get_running_loop()
-    if isinstance(address, UnixAddress):
-        sock = socket.socket(socket.AF_UNIX)
-    else:
-        family, kind, _, _, place = socket.getaddrinfo(
-            address.addr, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
-        )[0]
-        sock = socket.socket(family, kind)
+    sock = socket.socket(socket.AF_UNIX if isinstance(address, UnixAddress) else family_of(address.addr))
     sock.setblocking(False)
     try:
         if isinstance(address, UnixAddress):
             with unix_address(address.local_path()) as path:
-                await loop.sock_connect(sock, path)
+                # Not `sock_connect`, which takes a listener whose queue is full for one that has answered.
+                while True:
+                    try:
+                        sock.connect(path)
+                        break
+                    except BlockingIOError:
+                        await asyncio.sleep(CONNECT_RETRY_INTERVAL)
         else:
-            await loop.sock_connect(sock, place)
+            await asyncio.get_running_loop().sock_connect(sock, (address.addr, address.port))
             keep_alive(sock)
     except BaseException:
         sock.close()

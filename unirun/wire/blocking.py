@@ -24,7 +24,14 @@ from unirun.wire.frames import FrameReader, decode, encode, encode_frame
 from unirun.wire.handshake import HANDSHAKE_TIMEOUT, HELLO_SIZE, PROOF_SIZE, Handshake
 from unirun.wire.messages import Hello
 from unirun.wire.reports import Message
-from unirun.wire.sockets import exactly, handshake_error, keep_alive, nobody_answers, not_the_node
+from unirun.wire.sockets import (
+    CONNECT_RETRY_INTERVAL,
+    exactly,
+    handshake_error,
+    keep_alive,
+    nobody_answers,
+    not_the_node,
+)
 
 
 class BlockingStream:
@@ -126,17 +133,17 @@ class BlockingStream:
 def _open_unix(address: UnixAddress, deadline: float) -> socket.socket:
     """Connect; a listener whose queue is full is asked again until the deadline."""
     sock = socket.socket(socket.AF_UNIX)
+    sock.setblocking(False)
     try:
         with unix_address(address.local_path()) as path:
             while True:
-                sock.settimeout(max(deadline - time.monotonic(), 0.001))
                 try:
                     sock.connect(path)
                     return sock
                 except BlockingIOError:
                     if time.monotonic() >= deadline:
                         raise
-                    time.sleep(0.005)
+                    time.sleep(CONNECT_RETRY_INTERVAL)
     except OSError as error:
         sock.close()
         raise nobody_answers(address, error) from error

@@ -22,6 +22,10 @@ IDLE, INTERVAL, PROBES = 10, 3, 4
 not answered `PROBES` times."""
 
 
+CONNECT_RETRY_INTERVAL = 0.005
+"""Seconds until a unix listener whose queue is full is asked again."""
+
+
 def listen(path: str | Path) -> socket.socket:
     """A listening unix socket at `path`, mode 0600 (its directory is 0700 before it exists)."""
     sock = socket.socket(socket.AF_UNIX)
@@ -49,13 +53,10 @@ def listen_tcp(addr: str, port: int = 0) -> socket.socket:
         raise UsageError(f"{addr!r} is no numeric address", "name one of this host's") from error
     if parsed.is_unspecified or (parsed.version == 6 and parsed.ipv4_mapped is not None):
         raise UsageError(f"{addr} is not one address of a host", "name one of this host's")
-    family, kind, _, _, place = socket.getaddrinfo(
-        addr, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
-    )[0]
-    sock = socket.socket(family, kind)
+    sock = socket.socket(family_of(addr))
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(place)
+        sock.bind((addr, port))
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
@@ -64,6 +65,11 @@ def listen_tcp(addr: str, port: int = 0) -> socket.socket:
             "is it an address of this host?",
         ) from error
     return sock
+
+
+def family_of(addr: str) -> socket.AddressFamily:
+    """The family of a numeric address."""
+    return socket.AF_INET6 if ":" in addr else socket.AF_INET
 
 
 def tcp_address(listener: socket.socket, node: str) -> TcpAddress:

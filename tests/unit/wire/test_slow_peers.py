@@ -28,7 +28,7 @@ from tests.unit.wire.endpoints import Endpoint, encoded
 from tests.unit.wire.slow_peers import SlowClient
 from unirun.errors import ConnectionLost, RendezvousError, UnirunError
 from unirun.wire import blocking, sockets
-from unirun.wire.address import UnixAddress
+from unirun.wire.address import Address, TcpAddress, UnixAddress
 from unirun.wire.aio import Stream, StreamServer, connect
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.credentials import Credentials
@@ -216,6 +216,8 @@ class SlowClients(RuleBasedStateMachine):
         open_still = descriptors().items() - self.before.items()
         self.loop.end()
         self.folder.cleanup()
+        del self.server, self.served
+        assert not self.loop.errors, "an error is told of as if it was none that is handled"
         assert not left, "a task goes on, or is kept, after its server and its streams were closed"
         assert not open_still, "descriptors are left open"
 
@@ -297,6 +299,7 @@ class SlowServer:
 
 
 TOKEN = new_token()
+HOST, INSECURE = TcpAddress("10.0.0.1", 1, "n0"), Credentials(TOKEN, "n1", Path("/run/tls"), insecure=True)
 
 
 def outcome(error: BaseException) -> str:
@@ -328,10 +331,23 @@ class World:
         """As `time.sleep`."""
         self.until(lambda: False, self.clock.now + seconds)
 
+    def create_connection(self, place: tuple[str, int], timeout: float) -> SlowSocket:
+        """As `socket.create_connection`: packets to a host that is away are lost."""
+        self.sleep(min(self.full_for, timeout))
+        if self.full_for > timeout:
+            raise TimeoutError("timed out")
+        sock = self._kind(self)
+        sock.connect("")
+        return sock
+
     def replace(self, patch: pytest.MonkeyPatch) -> None:
         """Let the code under test use this host's sockets and its time."""
         clock = SimpleNamespace(monotonic=lambda: self.clock.now, sleep=self.sleep)
-        made = SimpleNamespace(socket=lambda *_: self._kind(self), AF_UNIX=socket.AF_UNIX)
+        made = SimpleNamespace(
+            socket=lambda *_: self._kind(self),
+            AF_UNIX=socket.AF_UNIX,
+            create_connection=self.create_connection,
+        )
         patch.setattr(blocking, "socket", made)
         patch.setattr(blocking, "select", SimpleNamespace(POLLIN=1, poll=lambda: SlowPoll(self)))
         patch.setattr(blocking, "time", clock)
@@ -348,6 +364,13 @@ class SlowSocket:
         self.inbox = bytearray()
         self.over = False
         world.open.add(self)
+
+    def setblocking(self, flag: bool) -> None:
+        """Only `connect` is told not to wait."""
+        assert not flag
+
+    def setsockopt(self, *option: int) -> None:
+        """Options are for the kernel."""
 
     def settimeout(self, seconds: float | None) -> None:
         """The most that a call may wait."""
@@ -441,14 +464,15 @@ def check(found: list[tuple[str, float]], expected: list[tuple[str, float]]) -> 
 SCRIPTS = given(PIECES, st.none() | st.integers(0, HELLO_SIZE + PROOF_SIZE + 120))
 
 
-@pytest.mark.parametrize("tls", [False, True])
+@pytest.mark.parametrize("kind", ["unix", "tls", "insecure"])
 @SCRIPTS
 @examples(200)
 def test_a_blocking_stream_keeps_its_deadlines_with_a_slow_server(
-    tls: bool, pieces: Pieces, ends: int | None
+    kind: str, pieces: Pieces, ends: int | None
 ) -> None:
     server = SlowServer(pieces, ends)
-    world = World(server, tls=tls)
+    world = World(server, tls=kind == "tls")
+    address = HOST if kind == "insecure" else UnixAddress.here("/run/s")
     with pytest.MonkeyPatch.context() as patch:
         world.replace(patch)
         found: list[tuple[str, float]] = []
@@ -457,7 +481,7 @@ def test_a_blocking_stream_keeps_its_deadlines_with_a_slow_server(
             found.append((word, world.clock.now - world.began))
 
         try:
-            stream = BlockingStream.connect(UnixAddress.here("/run/s"), Credentials(TOKEN), timeout=TIMEOUT)
+            stream = BlockingStream.connect(address, INSECURE, timeout=TIMEOUT)
             note("ok")
             for message in MESSAGES:
                 assert stream.receive(PATIENCE) == message
@@ -520,16 +544,46 @@ def test_a_stream_keeps_its_deadlines_with_a_slow_server(pieces: Pieces, ends: i
     check(found, server.expected())
 
 
-@given(st.floats(0.0, 5.0))
-@examples(20)
-def test_a_listener_that_is_full_is_asked_until_the_deadline(full_for: float) -> None:
+@given(st.floats(0.0, 5.0), st.sampled_from((UnixAddress.here("/run/s"), HOST)))
+@examples(40)
+def test_a_listener_that_is_full_is_asked_until_the_deadline(full_for: float, address: Address) -> None:
     world = World(SlowServer([(0.0, 1000)], None), full_for)
     with pytest.MonkeyPatch.context() as patch:
         world.replace(patch)
         try:
-            BlockingStream.connect(UnixAddress.here("/run/s"), Credentials(TOKEN), timeout=TIMEOUT)
+            BlockingStream.connect(address, INSECURE, timeout=TIMEOUT)
             assert full_for <= TIMEOUT + 0.01
         except RendezvousError:
             assert full_for >= TIMEOUT
             assert not world.open
         assert world.clock.now - world.began == pytest.approx(min(full_for, TIMEOUT), abs=0.01)
+
+
+@pytest.mark.parametrize("full_for", [0.0, 1.0, 5.0])
+def test_a_loop_asks_a_listener_that_is_full_until_the_deadline(tmp_path: Path, full_for: float) -> None:
+    """It goes on with its other work meanwhile."""
+    loop, path = SimulatedLoop(), str(tmp_path / "s")
+    listener, first = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+
+    async def make_room() -> None:
+        await asyncio.sleep(full_for)
+        accepted, _ = await loop.sock_accept(listener)
+        accepted.close()
+
+    async def play() -> None:
+        began, room = loop.time(), asyncio.ensure_future(make_room())
+        with pytest.raises(UnirunError) as caught:
+            await connect(UnixAddress.here(path), Credentials(TOKEN), timeout=TIMEOUT)
+        assert loop.time() - began == pytest.approx(TIMEOUT, abs=0.01)
+        # Where there was room, the listener was reached, and has said nothing.
+        assert isinstance(caught.value, RendezvousError) == (full_for > TIMEOUT)
+        room.cancel()
+
+    listener.setblocking(False)
+    listener.bind(path)
+    listener.listen(0)
+    first.connect(path)
+    loop.do(play())
+    loop.end()
+    listener.close()
+    first.close()
