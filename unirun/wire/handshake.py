@@ -242,7 +242,7 @@ class Strangers(Generic[C]):
         room = self._begun < TOGETHER and self._together.left(now) >= 1
         for known in (True, False):
             if not known and not room:
-                break
+                return None
             for found in self._turns.values():
                 if found.known == known and found.may_begin(now):
                     connection = self._leave(found)

@@ -80,8 +80,7 @@ class Page:
         self.fields = memoryview(memory)[: _FIELDS.size].cast("q")
         """The integers, by the constants of this module. A reader in another process sees each of them whole."""
         self.fields[STEP] = -1
-        # The tasks that wait for another role, in this event loop, and its next sign of life.
-        self._tasks = 0
+        # The event loop in which tasks wait for another role, and its next sign of life.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._beat: asyncio.TimerHandle | None = None
         self.begin()

@@ -14,8 +14,8 @@ from tests.waiting import WAIT_TIMEOUT
 from unirun.wire.address import Address, UnixAddress, unix_address
 from unirun.wire.certificates import make_tls
 from unirun.wire.credentials import Credentials, load_credentials, server_name
-from unirun.wire.frames import encode, encode_frame
-from unirun.wire.handshake import Token, new_token
+from unirun.wire.frames import FrameReader, decode, encode, encode_frame
+from unirun.wire.handshake import ANSWER_SIZE, Handshake, Token, new_token
 from unirun.wire.reports import Message
 from unirun.wire.sockets import listen, listen_tcp, tcp_address
 
@@ -117,6 +117,22 @@ def serve_once(endpoint: Endpoint, serve: Callable[[socket.socket], None]) -> It
     thread.join(WAIT_TIMEOUT)
     listener.close()
     assert not thread.is_alive()
+
+
+@contextmanager
+def hears(agent: Endpoint, count: int) -> Iterator[list[Message]]:
+    """An agent, and the first `count` messages that the worker which connects has sent by the end of the block."""
+    heard: list[Message] = []
+
+    def serve(connection: socket.socket) -> None:
+        handshake, reader = Handshake(agent.token), FrameReader()
+        connection.sendall(handshake.hello())
+        connection.sendall(handshake.proof(connection.recv(ANSWER_SIZE)))
+        while len(heard) < count:
+            heard.extend(map(decode, reader.feed(connection.recv(4096))))
+
+    with serve_once(agent, serve):
+        yield heard
 
 
 def encoded(message: Message) -> bytes:

@@ -20,6 +20,11 @@ from unirun.wire.credentials import NODE_URI, Credentials, load_credentials, nod
 from unirun.wire.handshake import Token, new_token
 
 TOKEN = Token(b"t" * 32)
+POINT, MARK = (
+    "7cd96bbb12a8012fc1b386950838cd6ad6eeabc1001c46711cb6fbb03ff7b84a",
+    "7867441575a492a020da65b6553f3576",
+)
+"""Of the authority of that token: a coordinate of its public key, and the end of its name."""
 
 nodes = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=300) | st.sampled_from(
     ["node_0", "GPU-17.Example.ORG", "10.0.0.1", "::1", "*.example.org", "a" * 255, "ä", "x\0y", "\udce4"]
@@ -125,6 +130,43 @@ class TestTheAuthority:
             assert certificate.not_valid_before_utc.year == 2000
             assert certificate.not_valid_after_utc.year == 2100
 
+    def test_they_are_what_verifiers_of_rfc_5280_expect(self) -> None:
+        from cryptography import x509
+        from cryptography.x509.oid import ExtendedKeyUsageOID
+
+        authority, node = map(x509.load_pem_x509_certificate, issue(TOKEN, "node", ("10.0.0.1", "fe80::1")))
+        for each, critical in (
+            (authority, {"BasicConstraints", "KeyUsage"}),
+            (node, {"BasicConstraints", "KeyUsage"}),
+        ):
+            assert {type(found.value).__name__ for found in each.extensions if found.critical} == critical
+            key = x509.SubjectKeyIdentifier.from_public_key(each.public_key())
+            assert each.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value == key
+            each.verify_directly_issued_by(authority)
+        assert authority.extensions.get_extension_for_class(x509.BasicConstraints).value.path_length == 0
+        of = node.extensions.get_extension_for_class
+        assert not of(x509.BasicConstraints).value.ca
+        assert {*of(x509.ExtendedKeyUsage).value} == {
+            ExtendedKeyUsageOID.SERVER_AUTH,
+            ExtendedKeyUsageOID.CLIENT_AUTH,
+        }
+        names = of(x509.SubjectAlternativeName).value
+        assert [str(each) for each in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.1", "fe80::1"]
+        assert names.get_values_for_type(x509.DNSName) == [server_name("node")]
+        assert names.get_values_for_type(x509.UniformResourceIdentifier) == [node_uri("node")]
+        assert of(x509.AuthorityKeyIdentifier).value.key_identifier is not None
+
+    def test_the_authority_of_a_token_is_the_same_in_every_version(self) -> None:
+        """Hosts of a job may have different ones, and its nodes verify each other."""
+        from cryptography import x509
+        from cryptography.hazmat.primitives.asymmetric import ec
+
+        authority = x509.load_pem_x509_certificate(issue(TOKEN, "node")[0])
+        key = authority.public_key()
+        assert isinstance(key, ec.EllipticCurvePublicKey)
+        assert f"{key.public_numbers().x:064x}" == POINT
+        assert authority.subject.rfc4514_string() == f"CN=unirun job {MARK}"
+
     def test_the_token_is_in_no_certificate(self) -> None:
         for each in issue(TOKEN, "node"):
             assert bytes(TOKEN) not in each
@@ -132,6 +174,25 @@ class TestTheAuthority:
 
 
 class TestTheFiles:
+    def test_a_context_takes_tls_of_this_job_only(self, tmp_path: Path) -> None:
+        found = credentials_in(tmp_path / "job", TOKEN, "node")
+        client, server = found.client_context(), found.server_context()
+        assert client is not None
+        assert server is not None
+        assert (client.protocol, server.protocol) == (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
+        assert server.num_tickets == 0
+        for each in (client, server):
+            assert each.minimum_version == ssl.TLSVersion.TLSv1_3
+            assert each.verify_mode == ssl.CERT_REQUIRED
+            assert each.verify_flags & ssl.VERIFY_X509_STRICT
+            assert each.options & ssl.OP_NO_TICKET
+            assert each.options & ssl.OP_NO_COMPRESSION
+        assert client.check_hostname
+        any_node = found.client_context(any_node=True)
+        assert any_node is not None
+        assert not any_node.check_hostname
+        assert any_node.verify_mode == ssl.CERT_REQUIRED
+
     def test_the_files_are_private_whatever_the_umask(self, tmp_path: Path) -> None:
         previous = os.umask(0)
         try:

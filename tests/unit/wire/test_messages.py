@@ -7,10 +7,12 @@ import json
 import math
 import os
 import struct
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.unit.wire.strategies import within
 from unirun.errors import FrameError, WireError
@@ -25,8 +27,19 @@ from unirun.wire.frames import (
     parse_object,
     typed,
 )
-from unirun.wire.messages import KINDS, Stop, View, Welcome
-from unirun.wire.reports import FromWorker, Message, Metrics, Notice, Spawn, merged
+from unirun.wire.messages import KINDS, Fault, Inject, Stop, View, Welcome
+from unirun.wire.reports import (
+    MAX_COUNTS,
+    MAX_SPANS,
+    CallCount,
+    FromWorker,
+    Message,
+    Metrics,
+    Notice,
+    Spawn,
+    bounded,
+    merged,
+)
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -295,3 +308,43 @@ def test_merged_ranges_have_the_same_ranks_and_do_not_touch(begins: list[tuple[i
     ranks = [rank for first, last in found for rank in range(first, last + 1)]
     assert ranks == sorted({rank for first, last in ranges for rank in range(first, last + 1)})
     assert all(last + 1 < first for (_, last), (first, _) in itertools.pairwise(found))
+
+
+COUNTS = st.builds(
+    CallCount,
+    st.just("actor"),
+    st.text(max_size=2),
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.just(1.0),
+    st.integers(0, MAX_SPANS + 2).map(lambda count: tuple((3 * n + 1, 3 * n + 2) for n in range(count))),
+)
+
+
+@given(st.lists(COUNTS, max_size=8), st.sampled_from((0, MAX_COUNTS - 4)))
+def test_a_report_of_calls_has_the_methods_with_the_most_bytes_and_no_rank_too_few(
+    some: list[CallCount], more: int
+) -> None:
+    counts = some + [CallCount("actor", f"m{n}", 1, 2, 3, 1.0, ((n, n),)) for n in range(more)]
+    found = bounded(counts)
+    sizes = [each.bytes + each.returned for each in counts]
+    assert len(found) == min(len(counts), MAX_COUNTS)
+    assert sum(each.bytes + each.returned for each in found) == sum(sorted(sizes)[-MAX_COUNTS:])
+    for each in found:
+        # What was cut is one range, from the first rank to the last; nothing else differs.
+        whole = [was for was in counts if (was.role, was.method) == (each.role, each.method)]
+        assert any(
+            each == was
+            if len(was.ranks) <= MAX_SPANS
+            else each == replace(was, ranks=((1, was.ranks[-1][1]),))
+            for was in whole
+        )
+    if len(counts) <= MAX_COUNTS:
+        assert [each.method for each in found] == [each.method for each in counts]
+
+
+def test_a_fault_is_shown_as_it_is_asked_for() -> None:
+    shown = {fault: str(Inject("actor", 0, fault, 3.0)) for fault in get_args(Fault)}
+    assert shown == {fault: fault for fault in get_args(Fault)} | {"exit": "exit=3", "slow": "slow=3x"}
+    assert str(Inject("actor", 0, "slow", 2.5)) == "slow=2.5x"

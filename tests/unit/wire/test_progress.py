@@ -6,17 +6,29 @@ import asyncio
 import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.effort import examples
+from tests.unit.wire.endpoints import Endpoint, hears
 from unirun.wire import progress
-from unirun.wire.progress import PAGE_BYTES, PAGE_NAME, Page, Snapshot, open_page, read_page, want_evidence
+from unirun.wire.progress import (
+    PAGE_BYTES,
+    PAGE_NAME,
+    TEXT_LIMIT,
+    Page,
+    Snapshot,
+    open_page,
+    read_page,
+    want_evidence,
+)
+from unirun.wire.reports import ProgressPage
 
 
 @pytest.fixture
@@ -177,10 +189,83 @@ TestWork.settings = examples(60)
 
 
 def test_a_text_that_is_too_long_is_left_out(page: Page, number: int) -> None:
-    page.write("ä" * 10)
-    assert read_page(number).text == "ä" * 10
-    page.write("x" * PAGE_BYTES)
+    for text in ("ä" * 10, "x" * TEXT_LIMIT):
+        page.write(text)
+        assert read_page(number).text == text
+    page.write("x" * (TEXT_LIMIT + 1))
     assert read_page(number).text == ""
+
+
+class Watched(mmap.mmap):
+    """The memory of a page; `look` is called while a text is written."""
+
+    look: Callable[[], None]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value[:1].ljust(len(value), b"?"))
+        self.look()
+        super().__setitem__(key, value)
+
+
+def test_an_agent_reads_no_text_that_is_half_written(number: int) -> None:
+    with Watched(number, PAGE_BYTES) as memory:
+        page, seen = Page(memory), list[str]()
+        memory.look = lambda: seen.append(read_page(number).text)
+        for text in ("one", "another", ""):
+            page.write(text)
+            assert read_page(number).text == text
+        page.fields.release()
+    assert seen == ["", "", ""]
+
+
+def test_a_worker_announces_its_page_to_its_agent(
+    agent: Endpoint, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    # A worker leads its session.
+    monkeypatch.setattr(os, "getsid", lambda _: os.getpid())
+    with hears(agent, 2) as heard:
+        made = progress._announced()
+    (_, announced) = heard
+    assert isinstance(announced, ProgressPage)
+    assert not os.get_inheritable(announced.number)
+    made.step(7)
+    opened = open_page(os.getpid(), announced.number)
+    assert read_page(opened).step == 7
+    os.close(opened)
+    assert os.fstat(announced.number).st_size == PAGE_BYTES
+    made.fields.release()
+    made._memory.close()
+
+
+def test_a_process_without_an_agent_has_a_page_that_is_its_own(
+    agent: Endpoint, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker works on without its agent. The child of a worker does not report in its name."""
+
+    def own() -> None:
+        made = progress._announced()
+        made.step(7)
+        assert (made.fields[progress.STEP], len(made._memory)) == (7, PAGE_BYTES)
+        made.fields.release()
+        made._memory.close()
+
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(os, "getsid", lambda _: os.getpid())
+    own()
+    with hears(agent, 0) as heard:
+        del environ["UNIRUN_RANK"]
+        own()
+    assert heard == []
+    monkeypatch.setattr(os, "getsid", lambda _: os.getppid())
+    with agent.listen() as listener:
+        listener.setblocking(False)
+        own()
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    environ.clear()
+    own()
 
 
 def test_the_agent_opens_a_page_and_asks_for_evidence(page: Page, number: int) -> None:

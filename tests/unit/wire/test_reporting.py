@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import threading
@@ -21,18 +22,24 @@ from unirun.errors import RemoteTraceback, UsageError
 from unirun.wire.reporting import flush, folded, gave_up, lacks_threads, noted, report, report_error
 
 
-def test_report_flushes_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_flushes_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may be killed at any time."""
+    file = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(file, encoding="utf-8"))
     report("unirun-master: ü")
-    assert capsys.readouterr().err == "unirun-master: ü\n"
+    assert file.getvalue().decode() == "unirun-master: ü\n"
+    print("by a user", file=sys.stderr)
+    flush()
+    assert file.getvalue().decode() == "unirun-master: ü\nby a user\n"
 
 
 def test_report_error_writes_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ZeroDivisionError) as caught:
-        _ = 1 / 0
+    with pytest.raises(ValueError, match="expected: ") as caught:
+        raise ValueError("expected: ")
     report_error(caught.value)
     text = capsys.readouterr().err
     assert text.startswith("Traceback")
-    assert text.endswith("ZeroDivisionError: division by zero\n")
+    assert text.endswith("ValueError: expected: \n")
 
 
 def test_only_python_s_own_error_says_that_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +134,15 @@ def test_a_rank_that_reads_from_no_terminal_is_told_what_to_do(
         notes = getattr(noted(noted(error)), "__notes__", [])
     assert len(notes) == bool(words)
     assert words in "".join(notes)
+
+
+def test_a_process_that_has_no_rank_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ROLE_NAME", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with without_stdin():
+        (note,) = noted(EOFError("EOF when reading a line")).__notes__
+    assert "worker:0 has no terminal" in note
+    assert "unirun --stdin worker:0" in note
 
 
 def test_the_end_of_an_input_that_a_rank_has_needs_no_note() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from unirun.wire.handshake import (
     EACH,
     KNOWN,
     MIN_HANDSHAKE_SECONDS,
+    ORIGINS,
     OVERDUE_POLL_INTERVAL,
     QUEUE,
     QUEUE_KNOWN,
@@ -33,12 +35,18 @@ class Listener:
     def __init__(self) -> None:
         self.now = 0.0
         self.strangers: Strangers[int] = Strangers(
-            lambda address: address == OURS, lambda text, count: None, lambda: self.now
+            lambda address: address == OURS, self.tell, lambda: self.now
         )
         self.numbers = itertools.count()
         self.begun: dict[int, str] = {}
         self.came: dict[int, str] = {}
         self.out: list[int] = []
+        self.refused: list[str] = []
+        """The addresses of refused connections, in their order."""
+        self.told: list[tuple[str, int]] = []
+
+    def tell(self, text: str, count: int) -> None:
+        self.told.append((text, count))
 
     def connect(self, origin: str, count: int = 1) -> list[int]:
         """`count` connections from an address. Returns those of them that have begun their handshakes at once."""
@@ -47,13 +55,17 @@ class Listener:
             self.came[number] = origin
             if (out := self.strangers.arrives(number, origin)) is not None:
                 self.out.append(out)
+                self.refused.append(self.came[out])
             self.look()
         return [number for number in numbers if number in self.begun]
 
     def look(self) -> None:
         for number in self.strangers.overdue():
-            self.begun.pop(number, None)
             self.out.append(number)
+            self.refused.append(self.came[number])
+            if self.begun.pop(number, None) is not None:
+                # Its task ends a moment later, which changes nothing.
+                self.strangers.ends(number, OSError())
         while (begins := self.strangers.next()) is not None:
             self.begun[begins] = self.came[begins]
 
@@ -66,11 +78,18 @@ class Listener:
     def end(self, *numbers: int, proved: bool = False) -> None:
         for number in numbers:
             del self.begun[number]
+            if not proved:
+                self.refused.append(self.came[number])
             self.strangers.ends(number, None if proved else OSError())
         self.look()
 
     def begun_by(self, origin: str) -> int:
         return sum(each == origin for each in self.begun.values())
+
+
+def whence(origin: str) -> str:
+    """The words in a refusal for the address that a connection came from."""
+    return f" from {origin}" if origin else ""
 
 
 def test_an_address_has_so_many_handshakes_at_once_and_the_rest_waits() -> None:
@@ -151,9 +170,11 @@ def test_an_address_that_is_new_has_its_turn_among_many_that_wait() -> None:
 def test_a_handshake_that_has_had_its_time_makes_room_for_another_of_its_address() -> None:
     listener = Listener()
     old = listener.connect("1.1.1.1", EACH)
-    listener.pass_time(MIN_HANDSHAKE_SECONDS / 2)
     assert listener.connect("1.1.1.1") == []
-    listener.pass_time(MIN_HANDSHAKE_SECONDS)
+    listener.pass_time(MIN_HANDSHAKE_SECONDS - OVERDUE_POLL_INTERVAL)
+    assert listener.out == []
+    listener.now = MIN_HANDSHAKE_SECONDS
+    listener.look()
     assert listener.out == old[:1]
 
 
@@ -208,6 +229,7 @@ def test_an_address_whose_handshakes_of_this_second_are_spent_is_not_forgotten_f
     assert listener.connect("1.1.1.1") == []
 
 
+Steps = list[tuple[str, Any, int]]
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("connect"), st.sampled_from([OURS, "", *"abcdefgh"]), st.integers(1, 300)),
@@ -218,8 +240,15 @@ STEPS = st.lists(
 )
 
 
-@given(STEPS)
-def test_whatever_happens_limits_hold_and_no_connection_is_forgotten(steps: list[tuple]) -> None:  # type: ignore[type-arg]
+@given(STEPS, st.sampled_from((ORIGINS, 3)))
+def test_whatever_happens_limits_hold_and_no_connection_is_forgotten(steps: Steps, origins: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handshake, "ORIGINS", origins)
+        keeps_its_limits(steps)
+
+
+def keeps_its_limits(steps: Steps) -> None:
+    """Take the steps; limits hold after each of them."""
     listener = Listener()
     ended = []
     for kind, what, count in steps:
@@ -235,6 +264,10 @@ def test_whatever_happens_limits_hold_and_no_connection_is_forgotten(steps: list
         assert {*listener.strangers._addresses} == {*inside}, "nothing is kept of those that are out"
         assert sorted([*inside, *listener.out, *ended]) == sorted(listener.came)
         assert listener.begun.keys() <= {*inside}
+        assert len(listener.strangers._origins) <= max(handshake.ORIGINS, len({*listener.came.values()}))
+        for text, number in listener.told:
+            assert text.startswith(f"a connection{whence(listener.refused[number - 1])} was refused: ")
+        assert listener.strangers._refused == len(listener.refused)
         trusted = {name for name, each in listener.strangers._origins.items() if each.known}
         for name in {*listener.came.values()}:
             waiting = sum(listener.came[each] == name for each in inside) - listener.begun_by(name)
