@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -238,7 +239,11 @@ class TestAStoreThatIsAway:
         monkeypatch.setattr(writing, "RETRY_DELAY", 0.001)
         monkeypatch.setattr(writing, "MAX_RETRY_DELAY", 0.004)
 
-    def test_an_unreachable_store_is_tried_again_until_it_is_back(self, harness: WriterHarness) -> None:
+    def test_an_unreachable_store_is_tried_again_until_it_is_back(
+        self, harness: WriterHarness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        said: list[str] = []
+        monkeypatch.setattr(writing, "report", said.append)
         harness.store.faults.extend(["away", "away", "lost", "lost", "away", "done"])
 
         async def go() -> None:
@@ -252,6 +257,10 @@ class TestAStoreThatIsAway:
             *harness.troubles[1:],
         ]
         assert harness.troubles[-1] == harness.writer.trouble == ""
+        store = "unirun-master: store"
+        assert said[0] == f"{store}: it is away; decisions wait until it can be written"
+        assert said[-1] == f"{store}: it is back"
+        assert all(text != later for text, later in pairwise(said)), "one thing is said again"
 
     def test_a_store_that_takes_writes_and_renews_no_term_is_not_back(
         self, harness: WriterHarness, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.launcher.master.harness import MasterHarness
+from tests.waiting import WAIT_TIMEOUT
 from unirun.launcher.master import shell
 
 
@@ -18,8 +19,9 @@ def harness(tmp_path: Path) -> MasterHarness:
 
 @pytest.fixture(autouse=True)
 def no_wait_runs_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A master whose peers have closed their streams leaves at once."""
+    """A master whose peers have closed their streams leaves at once, and one that waits in vain does not pass for it."""
     waits: list[str] = []
+    monkeypatch.setattr(shell, "STREAM_CLOSE_TIMEOUT", 10 * WAIT_TIMEOUT)
     monkeypatch.setattr(shell, "gave_up", lambda wait, seconds: waits.append(wait))
     yield
     assert waits == []

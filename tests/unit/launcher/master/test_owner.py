@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -79,15 +78,17 @@ def test_a_job_whose_owner_does_not_attach_is_stopped(
     assert harness.status()["reason"] == "the unirun command was killed"
 
 
-def test_the_end_of_the_owners_stream_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_the_owners_stream_is_taken_once(tmp_path: Path) -> None:
+    """It has attached, so nobody looks any more whether it has."""
     harness = owned_job(tmp_path)
-    monkeypatch.setattr(shell, "OWNER_TIMEOUT", 0.1)
 
     async def others() -> None:
         owner, agent = await harness.greet(Attach(owner=True)), await harness.agent()
         await owner.close()
         await receive_until(agent, StopWorkers)
-        await asyncio.sleep(0.2)
+        due = harness.master._owner_due
+        assert due is not None
+        assert due.cancelled()
         await agent.close()
 
     assert harness.run(others) == []

@@ -144,6 +144,15 @@ class TestAnAgent:
             await watcher.close()
 
         assert harness.run(others) == []
+        assert harness.events("agent_lost") == ["n0: the peer closed the stream"]
+
+    def test_an_agent_on_the_masters_host_has_a_command_that_is_not_waited_for(
+        self, harness: MasterHarness
+    ) -> None:
+        async def others() -> None:
+            await end_well(await harness.agent(followed=True))
+
+        assert harness.run(others) == []
 
     def test_an_agent_that_comes_back_on_another_stream_is_not_gone(self, harness: MasterHarness) -> None:
         async def others() -> None:
