@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.effort import examples
 from tests.unit.dashboard.recorded import START, line, recorded_status
-from unirun.dashboard import series, watching
+from unirun.dashboard import watching
 from unirun.dashboard.watching import Jobs
 from unirun.observe.events import EventLog
 from unirun.observe.status import write_status
@@ -37,7 +37,7 @@ class Watching(RuleBasedStateMachine):
         home = self.opened.enter_context(tempfile.TemporaryDirectory())
         self.opened.enter_context(mock.patch.dict(os.environ, {"UNIRUN_HOME": home}))
         self.opened.enter_context(mock.patch.multiple(watching, EVENTS=EVENTS, SHOWN_EVENTS=SHOWN))
-        self.opened.enter_context(mock.patch.object(series, "NAMES", NAMES))
+        self.opened.enter_context(mock.patch.object(watching, "NAMES", NAMES))
         self.jobs = Jobs()
         self.job_ends = ExitStack()
 
