@@ -13,9 +13,6 @@ from unirun.rendezvous.store.protocol import EtcdAddress
 from unirun.rendezvous.torchrun import create_handler, handler
 from unirun.rendezvous.torchrun.handler import StoreHandler
 
-# torch's first store opens a pipe for the rest of the process.
-pytestmark = pytest.mark.leaves
-
 Opening = Callable[..., list[str]]
 
 
