@@ -185,7 +185,7 @@ _ROOM = 64
 _moved: set[int] = set()
 """Descriptors to close in forks of this process."""
 
-_current: dict[int, BlockingStream] = {}
+_link: BlockingStream | None = None
 
 
 def open_link(environ: Mapping[str, str]) -> BlockingStream:
@@ -193,8 +193,8 @@ def open_link(environ: Mapping[str, str]) -> BlockingStream:
 
     Raises `WireError`, `RendezvousError` or `JobError` when the agent does not answer.
     """
-    pid = os.getpid()
-    if pid not in _current:
+    global _link
+    if _link is None:
         path = Path(environ["UNIRUN_SOCKET"])
         link = BlockingStream.connect(UnixAddress.here(path), load_credentials(path.parent))
         link.socket = socket.socket(fileno=out_of_the_way(link.socket.detach()))
@@ -202,8 +202,8 @@ def open_link(environ: Mapping[str, str]) -> BlockingStream:
             environ["UNIRUN_ROLE"], int(environ["UNIRUN_RANK"]), int(environ["UNIRUN_INCARNATION"])
         )
         link.send(Hello(who))
-        _current[pid] = link
-    return _current[pid]
+        _link = link
+    return _link
 
 
 def out_of_the_way(number: int) -> int:
@@ -222,14 +222,14 @@ def out_of_the_way(number: int) -> int:
 
 
 def _close_in_fork() -> None:
-    for link in _current.values():
-        _moved.discard(link.socket.fileno())
-        link.close()
+    global _link
+    if _link is not None:
+        _link.close()
     for number in _moved:
         with contextlib.suppress(OSError):
             os.close(number)
     _moved.clear()
-    _current.clear()
+    _link = None
 
 
 os.register_at_fork(after_in_child=_close_in_fork)

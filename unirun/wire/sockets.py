@@ -140,5 +140,5 @@ def handshake_error(error: Exception) -> WireError:
 
 
 def _in_words(error: ssl.SSLError) -> str:
-    reason = getattr(error, "verify_message", "") or (error.reason or str(error)).lower().replace("_", " ")
+    reason = getattr(error, "verify_message", None) or (error.reason or str(error)).lower().replace("_", " ")
     return str(reason)

@@ -9,7 +9,6 @@ import pytest
 
 from tests.unit.wire.endpoints import KINDS, Endpoint
 from unirun.wire import blocking
-from unirun.wire.blocking import BlockingStream
 
 
 @pytest.fixture(params=KINDS)
@@ -28,8 +27,7 @@ def environ(agent: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """The environment of a worker; its link is closed after the test, as in a fork."""
     (tmp_path / "token").write_text(agent.token.hex())
     (tmp_path / "token").chmod(0o600)
-    opened: dict[int, BlockingStream] = {}
-    monkeypatch.setattr(blocking, "_current", opened)
+    monkeypatch.setattr(blocking, "_link", None)
     monkeypatch.setattr(blocking, "_moved", set())
     yield {
         "UNIRUN_SOCKET": str(agent.path),

@@ -32,10 +32,10 @@ def test_a_fork_does_not_use_the_link_of_its_parent(
     environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = socket.socketpair()
-    monkeypatch.setattr(blocking, "_current", {os.getppid(): BlockingStream(ours)})
+    monkeypatch.setattr(blocking, "_link", BlockingStream(ours))
+    blocking._close_in_fork()
     with pytest.raises(RendezvousError, match="nobody answers at .*agent.sock"):
         blocking.open_link(environ)
-    blocking._close_in_fork()
     with theirs:
         assert theirs.recv(1) == b""
 

@@ -344,6 +344,17 @@ def test_a_report_of_calls_has_the_methods_with_the_most_bytes_and_no_rank_too_f
         assert [each.method for each in found] == [each.method for each in counts]
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_second_request_hurries_unless_it_says_itself_whether_it_does(asked: bool) -> None:
+    assert Stop(15, "x").hurries(asked) == asked
+    assert Stop(15, "x", urgent=True).hurries(asked)
+    assert not Stop(15, "x", urgent=False).hurries(asked)
+
+
+def test_a_job_that_is_stopped_has_the_code_that_was_asked_for_or_that_of_the_signal() -> None:
+    assert [Stop(15, "x", code=code).exit_code for code in (None, 0, 3)] == [143, 0, 3]
+
+
 def test_a_fault_is_shown_as_it_is_asked_for() -> None:
     shown = {fault: str(Inject("actor", 0, fault, 3.0)) for fault in get_args(Fault)}
     assert shown == {fault: fault for fault in get_args(Fault)} | {"exit": "exit=3", "slow": "slow=3x"}

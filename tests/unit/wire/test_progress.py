@@ -218,6 +218,29 @@ def test_an_agent_reads_no_text_that_is_half_written(number: int) -> None:
     assert seen == ["", "", ""]
 
 
+def test_an_agent_reads_a_text_of_any_bytes(page: Page, number: int) -> None:
+    """The page belongs to the worker, which may write anything."""
+    page.write("abc")
+    os.pwrite(number, b"\xff", PAGE_BYTES - TEXT_LIMIT)
+    assert read_page(number).text == "\ufffdbc"
+    page.fields[progress.TEXT] = -1
+    assert read_page(number).text == ""
+
+
+def test_a_process_has_one_page_and_its_forks_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNIRUN_SOCKET", raising=False)
+    monkeypatch.setattr(progress, "_page", None)
+    made = progress.page()
+    progress.progress(4)
+    progress.progress()
+    assert progress.page() is made
+    assert (made.fields[progress.STEP], made.fields[progress.COUNT]) == (5, 2)
+    with progress.allowance(float("inf")):
+        assert made.fields[progress.ALLOWED] == progress.FOR_EVER
+    progress._forget_in_fork()
+    assert progress.page().fields[progress.STEP] == -1
+
+
 def test_a_worker_announces_its_page_to_its_agent(
     agent: Endpoint, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

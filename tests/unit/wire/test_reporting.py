@@ -145,6 +145,17 @@ def test_a_process_that_has_no_rank_is_told_too(monkeypatch: pytest.MonkeyPatch)
     assert "unirun --stdin worker:0" in note
 
 
+def test_a_process_whose_stdin_is_closed_is_told_too() -> None:
+    kept = os.dup(0)
+    os.close(0)
+    try:
+        (note,) = noted(EOFError("EOF when reading a line")).__notes__
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
+    assert "has no terminal" in note
+
+
 def test_the_end_of_an_input_that_a_rank_has_needs_no_note() -> None:
     reader, writer = os.pipe()
     os.close(writer)

@@ -42,11 +42,15 @@ class Listener:
         self.came: dict[int, str] = {}
         self.out: list[int] = []
         self.refused: list[str] = []
-        """The addresses of refused connections, in their order."""
+        """The words for refused connections, in their order."""
         self.told: list[tuple[str, int]] = []
 
     def tell(self, text: str, count: int) -> None:
         self.told.append((text, count))
+
+    def refuse(self, number: int, why: str) -> None:
+        whence = f" from {self.came[number]}" if self.came[number] else ""
+        self.refused.append(f"a connection{whence} was refused: {why}")
 
     def connect(self, origin: str, count: int = 1) -> list[int]:
         """`count` connections from an address. Returns those of them that have begun their handshakes at once."""
@@ -55,17 +59,22 @@ class Listener:
             self.came[number] = origin
             if (out := self.strangers.arrives(number, origin)) is not None:
                 self.out.append(out)
-                self.refused.append(self.came[out])
+                self.refuse(out, "too many connections of its kind wait")
             self.look()
         return [number for number in numbers if number in self.begun]
 
     def look(self) -> None:
+        waiting = len([*self.strangers]) - len(self.begun)
         for number in self.strangers.overdue():
             self.out.append(number)
-            self.refused.append(self.came[number])
-            if self.begun.pop(number, None) is not None:
+            if self.begun.pop(number, None) is None:
+                self.refuse(number, "it has waited for its turn too long")
+            else:
+                self.refuse(number, "it has not proved the token yet, and others wait")
                 # Its task ends a moment later, which changes nothing.
                 self.strangers.ends(number, OSError())
+                waiting -= 1
+                assert waiting >= 0, "more are ended than others wait"
         while (begins := self.strangers.next()) is not None:
             self.begun[begins] = self.came[begins]
 
@@ -79,17 +88,12 @@ class Listener:
         for number in numbers:
             del self.begun[number]
             if not proved:
-                self.refused.append(self.came[number])
-            self.strangers.ends(number, None if proved else OSError())
+                self.refuse(number, "gone")
+            self.strangers.ends(number, None if proved else OSError("gone"))
         self.look()
 
     def begun_by(self, origin: str) -> int:
         return sum(each == origin for each in self.begun.values())
-
-
-def whence(origin: str) -> str:
-    """The words in a refusal for the address that a connection came from."""
-    return f" from {origin}" if origin else ""
 
 
 def test_an_address_has_so_many_handshakes_at_once_and_the_rest_waits() -> None:
@@ -266,9 +270,10 @@ def keeps_its_limits(steps: Steps) -> None:
         assert listener.begun.keys() <= {*inside}
         assert len(listener.strangers._origins) <= max(handshake.ORIGINS, len({*listener.came.values()}))
         for text, number in listener.told:
-            assert text.startswith(f"a connection{whence(listener.refused[number - 1])} was refused: ")
+            assert text == listener.refused[number - 1]
         assert listener.strangers._refused == len(listener.refused)
         trusted = {name for name, each in listener.strangers._origins.items() if each.known}
+        assert listener.strangers._proved & {listener.came[each] for each in inside} <= trusted
         for name in {*listener.came.values()}:
             waiting = sum(listener.came[each] == name for each in inside) - listener.begun_by(name)
             assert listener.begun_by(name) <= (KNOWN if name in trusted else EACH)
