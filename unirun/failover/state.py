@@ -213,9 +213,6 @@ class Ranks(Sequence["WorkerState"]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ranks) and self._blocks == other._blocks
 
-    def __hash__(self) -> int:
-        return hash(self._blocks)
-
     def __repr__(self) -> str:
         return f"Ranks({tuple(self)})"
 

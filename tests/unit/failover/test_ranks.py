@@ -48,6 +48,7 @@ def test_a_changed_copy_is_what_a_changed_tuple_is_and_is_counted_as_one(
 def test_it_is_read_as_a_tuple_is(size: int, part: slice) -> None:
     plain, ranks = many(size), Ranks(many(size))
     assert len(ranks) == size
+    assert repr(ranks) == f"Ranks({plain})"
     assert ranks[part] == plain[part]
     assert [ranks[n] for n in range(-size, size)] == [plain[n] for n in range(-size, size)]
     for beyond in (size, -size - 1):

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from tests.unit.failover.job import Job
 from tests.unit.launcher.master.harness import MasterHarness, end_well, receive_all, receive_until
 from tests.unit.wire.endpoints import credentials_in
-from tests.waiting import eventually_async
+from tests.waiting import WAIT_TIMEOUT, eventually_async
 from unirun.collocation import Device, Inventory, Node
 from unirun.errors import ConnectionLost
 from unirun.failover import silence
@@ -75,7 +75,7 @@ class TestAnAnswer:
     def test_each_beat_of_an_agent_is_answered(self, harness: MasterHarness, n0: Credentials) -> None:
         async def others() -> None:
             agent = await harness.agent(n0)
-            assert [(await answer(agent)).age < 1.0 for _ in range(3)] == [True] * 3
+            assert [(await answer(agent)).age < WAIT_TIMEOUT for _ in range(3)] == [True] * 3
             await end_well(agent)
 
         assert harness.run(others) == []
@@ -203,7 +203,8 @@ class TestSilence:
             await end_well(new)
 
         assert harness.run(others) == []
-        assert [text.partition(" has")[0] for text in harness.events("silence")] == [
+        # On a busy machine it may be silent once more.
+        assert [text.partition(" has")[0] for text in harness.events("silence")[:2]] == [
             "node n0",
             "node n0 is heard again",
         ]
