@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.effort import examples
 from tests.unit.rollout.fake_completer import FakeCompleter, made
 from unirun.errors import UsageError
-from unirun.rollout.chatting import Chats, calls_in_tags
+from unirun.rollout.chatting import Chats, calls_in_tags, message_of
 from unirun.rollout.episodes import Trajectory, trajectories
 from unirun.rollout.pool import Recorder
 
@@ -213,6 +213,16 @@ def test_what_is_no_call_stays_text() -> None:
     assert calls_in_tags("<tool_call>[1]</tool_call>")[1] == []
     text, calls = calls_in_tags(f"first {CALL} {CALL}")
     assert (text, len(calls)) == ("first", 2)
+
+
+def test_the_message_of_an_answer_has_the_form_of_openai() -> None:
+    assert message_of("13", calls_in_tags, 0) == {"role": "assistant", "content": "13"}
+    call = {"name": "add", "arguments": '{"a": 4, "b": 9}'}
+    assert message_of(CALL, calls_in_tags, 2) == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call_2_0", "type": "function", "function": call}],
+    }
 
 
 def test_a_tokenizer_without_templates_is_refused() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import json
 import random
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +17,10 @@ import pytest
 import unirun
 from tests.testbed.engine import Stub, decoded, encoded, tokens
 from tests.waiting import WAIT_TIMEOUT
+from unirun import rollout
 from unirun.errors import ServerError, ServerTimeout, UsageError
-from unirun.rollout import Engine, EngineClient, EngineList
+from unirun.rollout import AddressFile, Engine, EngineClient, EngineList
+from unirun.rollout import client as client_module
 from unirun.wire.progress import LAST, LOOP_BEAT_INTERVAL, page
 
 
@@ -201,13 +206,16 @@ def test_an_engine_that_answers_500_or_is_not_ready_yet_loses_its_requests_to_ot
     play(3, story, latency=0.02)
 
 
-async def told(*answers: bytes) -> tuple[asyncio.Server, str]:
-    """A server that sends these bytes to the requests of its connections, one after the other, and closes each."""
+async def told(*answers: bytes, heads: list[bytes] | None = None) -> tuple[asyncio.Server, str]:
+    """A server that sends these bytes to the requests of its connections, one after the other, and closes each. It
+    puts their heads into `heads`."""
     left = iter(answers)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split()[0]))
+        if heads is not None:
+            heads.append(head)
         writer.write(next(left))
         writer.close()
         await writer.wait_closed()
@@ -371,8 +379,9 @@ def test_a_request_on_which_engines_fail_again_and_again_is_an_error() -> None:
 def test_every_request_has_a_deadline_whatever_it_waits_for() -> None:
     async def story(engines: Engines) -> None:
         async with engines.client(timeout=0.1) as client:
-            with pytest.raises(ServerTimeout, match=r"engine:0 \(.*\) did not answer within 0.1 s"):
+            with pytest.raises(ServerTimeout, match=r"engine:0 \(.*\) did not answer within 0.1 s") as caught:
                 await client.generate([1])
+            assert caught.value.server == engines.urls[0]
             engines.stubs[0].close()
             with pytest.raises(
                 ServerTimeout, match="within 0.2 s: engine:0 failed; before, engine:0: Connection refused"
@@ -382,6 +391,7 @@ def test_every_request_has_a_deadline_whatever_it_waits_for() -> None:
             with pytest.raises(ServerTimeout, match="within 0.1 s: engine:0 not ready") as caught:
                 await client.generate([1])
             assert isinstance(caught.value, TimeoutError)
+            assert caught.value.server == "engine"
 
     play(1, story, latency=WAIT_TIMEOUT)
 
@@ -501,8 +511,83 @@ def test_without_httpx_the_error_says_what_to_install(monkeypatch: pytest.Monkey
         EngineClient("engine", engines=EngineList())
 
 
+@pytest.mark.parametrize("wrong", [{"timeout": 0}, {"attempts": 0}])
+def test_a_client_has_time_and_attempts(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="timeout must be more than 0, and attempts 1 or more"):
+        EngineClient("engine", engines=EngineList(), **wrong)
+
+
+@pytest.mark.parametrize(("key", "expected"), [("secret", ["Bearer secret"]), ("", [])])
+def test_requests_have_the_key_of_the_servers(key: str, expected: list[str]) -> None:
+    async def story() -> None:
+        heads: list[bytes] = []
+        server, url = await told(response(b"{}"), heads=heads)
+        async with server, EngineClient("engine", engines=EngineList.at(url), api_key=key) as client:
+            await client.post("/pooling", {}, timeout=WAIT_TIMEOUT)
+        lines = [line.partition(": ") for line in heads[0].decode().split("\r\n")]
+        assert [value for name, _, value in lines if name.lower() == "authorization"] == expected
+
+    asyncio.run(story())
+
+
+def test_a_pool_of_connections_has_a_bounded_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "AT_ONCE", 2)
+
+    async def story(engines: Engines) -> None:
+        async with engines.client() as client:
+            await asyncio.gather(*(client.generate([each]) for each in range(5)))
+            (line,) = client._lines.values()
+            assert len(line._pools) == 3
+
+    play(1, story, latency=0.05)
+
+
+def test_a_failure_has_the_words_of_the_system_or_of_its_error() -> None:
+    try:
+        try:
+            raise OSError(errno.ECONNRESET, "")
+        except OSError as error:
+            raise ValueError("lost") from error
+    except ValueError as error:
+        assert client_module._words(error) == "Connection reset by peer"
+    assert client_module._words(ValueError("lost")) == "lost"
+    assert client_module._words(ValueError()) == "ValueError"
+
+
+def test_the_file_of_a_job_says_what_has_changed(tmp_path: Path) -> None:
+    path = tmp_path / "addresses.json"
+
+    def write(*ready: bool) -> None:
+        entries = [{"rank": 0, "incarnation": 0, "addr": "h:1", "ready": its} for its in ready]
+        path.with_suffix(".new").write_text(json.dumps({"engine": entries}))
+        path.with_suffix(".new").replace(path)
+
+    async def story() -> None:
+        file = AddressFile(str(path), "engine")
+        assert file.engines() == ()
+        assert await file.changed((), 0.01) == ()
+        waiting = asyncio.create_task(file.changed((), WAIT_TIMEOUT))
+        write(False)
+        (engine,) = await waiting
+        assert not engine.ready
+        assert await file.changed((engine,), 0.01) == (engine,)
+        waiting = asyncio.create_task(file.changed((engine,), WAIT_TIMEOUT))
+        write(True)
+        assert [each.ready for each in await waiting] == [True]
+
+    asyncio.run(asyncio.wait_for(story(), WAIT_TIMEOUT))
+
+
 def test_it_is_a_public_name() -> None:
     assert unirun.EngineClient is EngineClient
+
+
+@pytest.mark.parametrize("name", rollout.__all__)
+def test_each_name_of_the_package_is_that_of_its_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = getattr(rollout, name)
+    monkeypatch.delitem(vars(rollout), name)
+    assert getattr(rollout, name) is before
+    assert before.__name__ == name
 
 
 @pytest.mark.starts_processes

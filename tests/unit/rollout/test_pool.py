@@ -368,7 +368,16 @@ def test_an_error_of_the_prompts_is_raised_and_ends_what_is_open() -> None:
     play(story)
 
 
-@pytest.mark.parametrize("wrong", [{"batch": 4}, {"group_size": 0}, {"max_concurrent_rollouts": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"batch": 4},
+        {"group_size": 0},
+        {"max_concurrent_rollouts": 0},
+        {"episode_timeout": 0.0},
+        {"advance_timeout": 0.0},
+    ],
+)
 def test_settings_that_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         Pool(FakeCompleter(), last_digit, **wrong)
