@@ -93,11 +93,10 @@ def hold_endpoints(
     to its own address."""
     held: dict[str, Endpoint] = {}
     try:
-        if any(role.entry.kind != "program" for role in spec.roles):
+        roles = [role for role in spec.roles if not role.is_program]
+        if roles:
             _check_reachable(addr)
-        for role in spec.roles:
-            if role.is_program:
-                continue
+        for role in roles:
             held[role.name] = hold_endpoint(addr, 0 if held else port, given.get(role.name))
     except RendezvousError:
         for endpoint in held.values():

@@ -82,6 +82,25 @@ def test_a_chosen_port_is_that_of_the_first_role_with_a_store_and_the_others_hav
         endpoint.close()
 
 
+def test_this_host_has_to_reach_itself_where_a_role_has_a_store_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A program that asks for torchrun's variables has one too."""
+
+    def refuse(*_: object) -> None:
+        raise TimeoutError("no route")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    engine = RoleSpec("engine", 1, Entry("program", "true"), contract="none")
+    assert hold_endpoints(JobSpec("job", "run-1", (engine,), ("engine",)), "127.0.0.1", 0) == {}
+    before = {*os.listdir("/proc/self/fd")}
+    for kind in ("program", "script"):
+        role = RoleSpec("actor", 1, Entry(kind, "true"))
+        with pytest.raises(RendezvousError, match="cannot be reached from this host, which has it: no route"):
+            hold_endpoints(JobSpec("job", "run-1", (engine, role), ("actor",)), "127.0.0.1", 0)
+    assert {*os.listdir("/proc/self/fd")} == before
+
+
 def test_roles_of_which_one_gets_no_endpoint_hold_none() -> None:
     spec = JobSpec(
         "job", "run-1", tuple(RoleSpec(name, 1, Entry("script", "a.py")) for name in "abc"), ("a",)
