@@ -131,6 +131,29 @@ def test_logs_that_cannot_be_made_leave_no_job_and_no_descriptor(tmp_path: Path)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_job_that_does_not_start_takes_back_its_logs_elsewhere_too(tmp_path: Path, restarts: int) -> None:
+    if restarts:
+        run(uid="first", log_dir=str(tmp_path / "logs"))
+    job, lock = create_job("run-1", new_token(), str(tmp_path / "logs"), restarts=restarts)
+    assert (logs := job.own_logs())
+    discard_job(job, lock)
+    assert not logs.exists()
+    assert (tmp_path / "logs" / "run-1" / "out").exists() == bool(restarts)
+
+
+def test_a_directory_that_cannot_be_made_is_named_with_the_remedy(home: Path) -> None:
+    job = job_at("run-1")
+    job.path.parent.mkdir(parents=True)
+    job.path.touch()
+    with pytest.raises(JobError) as caught:
+        create_job("run-1", new_token())
+    assert str(caught.value) == (
+        f"the job's directory {job.path} cannot be made: not a directory; "
+        "set UNIRUN_HOME to a directory that you may write"
+    )
+
+
 def test_a_running_job_is_not_replaced() -> None:
     _, lock = create_job("run-1", new_token(), uid="first")
     with pytest.raises(JobError, match=r"job run-1 is running; stop it with: unirun stop run-1"):

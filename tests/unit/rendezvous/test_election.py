@@ -5,10 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from unirun.errors import Fenced, OutcomeUnknown, StoreRefused
-from unirun.rendezvous.election import Leader, Term, campaign, leader_of
+from unirun.errors import Fenced, FrameError, OutcomeUnknown, StoreRefused
+from unirun.observe.status import Summary
+from unirun.rendezvous.election import (
+    Leader,
+    Term,
+    campaign,
+    context_prefix,
+    crashes_key,
+    index_key,
+    job_prefix,
+    leader_of,
+    read_index,
+    seat_prefix,
+    silent_key,
+)
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.rendezvous.store.protocol import Compare, Outcome, Put
 from unirun.wire.address import UnixAddress
@@ -113,3 +128,33 @@ class Unheard(MemoryStore):
 @pytest.mark.parametrize("other", [False, True])
 def test_a_campaign_whose_write_was_not_done_is_not_won(other: bool) -> None:
     assert campaign(Unheard(other), SEAT, UnixAddress("/mine", "host"), 7, ttl=TTL) is None
+
+
+NAMES = st.text(max_size=4) | st.sampled_from(["a/b", "a%2Fb", "a", "/", "%"])
+
+
+@given(NAMES, NAMES)
+def test_keys_of_a_job_are_its_own_and_each_has_one_meaning(node: str, other: str) -> None:
+    """A running job is looked at by other versions."""
+    assert silent_key("run1", "n/0") == "jobs/run1/silent/n%2F0"
+    assert (crashes_key("run1"), context_prefix("run1")) == ("jobs/run1/crashes", "jobs/run1/context/")
+    assert (job_prefix("run1"), seat_prefix(job_prefix("run1"))) == (SEAT, "jobs/run1/lead/")
+    assert index_key("run1") == "index/run1"
+    assert (silent_key("run1", node) == silent_key("run1", other)) == (node == other)
+    assert silent_key("run1", node).startswith(silent_key("run1"))
+    assert "/" not in silent_key("run1", node).removeprefix(silent_key("run1"))
+
+
+def test_entries_of_an_index_that_are_not_this_versions_hide_no_job(store: MemoryStore) -> None:
+    def job(run_id: str, started: float) -> Summary:
+        return Summary(run_id, "uid", "job", "running", started, None, None, {"actor": 2})
+
+    jobs = [job("c", 1.0), job("b", 2.0), job("d", 2.0)]
+    store.txn([], [Put(index_key(each.run_id), each.line()) for each in reversed(jobs)])
+    for key, value in (("no", "[1"), ("x", job("y", 1.0).line()), ("a b", job("a b", 1.0).line())):
+        store.txn([], [Put(index_key(key), value)])
+    found, refused = read_index(store)
+    assert found == jobs
+    assert [type(error.__cause__) for error in refused] == [type(None), FrameError, type(None)]
+    assert [str(error).split(" holds")[0] for error in refused] == ["index/a b", "index/no", "index/x"]
+    assert all("does the store's prefix belong to something else?" in str(error) for error in refused)

@@ -37,10 +37,12 @@ def stands(fake_job: FakeJob, phase: str, epoch: int = 1) -> None:
 class Follower:
     """Somebody who follows the job in a thread of its own."""
 
-    def __init__(self, fake_job: FakeJob, stop: Stop | None = None) -> None:
+    def __init__(
+        self, fake_job: FakeJob, stop: Stop | None = None, *, timeout: float | None = WAIT_TIMEOUT
+    ) -> None:
         self.found: list[JobStatus] = []
         self._thread = Thread(
-            target=lambda: self.found.append(follow_to_end(fake_job.job_dir, stop, WAIT_TIMEOUT)), daemon=True
+            target=lambda: self.found.append(follow_to_end(fake_job.job_dir, stop, timeout)), daemon=True
         )
         self._thread.start()
 
@@ -65,9 +67,10 @@ def ending(fake_job: FakeJob) -> Script:
     return script
 
 
-def test_the_end_is_waited_for(fake_job: FakeJob) -> None:
+@pytest.mark.parametrize("timeout", [WAIT_TIMEOUT, None])
+def test_the_end_is_waited_for(fake_job: FakeJob, timeout: float | None) -> None:
     fake_job.leader(script=ending(fake_job))
-    assert Follower(fake_job).join().phase == "succeeded"
+    assert Follower(fake_job, timeout=timeout).join().phase == "succeeded"
 
 
 def test_a_job_that_has_ended_needs_no_master(fake_job: FakeJob) -> None:

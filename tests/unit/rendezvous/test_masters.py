@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from tests.unit.rendezvous.fake_master import FakeJob
+from tests.unit.simulated_loop import SimulatedLoop
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import AuthError, RendezvousError, StoreAway, WireError
+from unirun.observe.jobdir import HEAD
 from unirun.rendezvous import masters
 from unirun.rendezvous.election import Leader, Seat, campaign, job_prefix
-from unirun.rendezvous.masters import MasterGone, Masters, call_master
-from unirun.wire.address import UnixAddress
+from unirun.rendezvous.masters import HEAD_RETRY_INTERVAL, MasterGone, Masters, call_master
+from unirun.wire.address import TcpAddress, UnixAddress
 from unirun.wire.handshake import HANDSHAKE_TIMEOUT, new_token
 from unirun.wire.messages import Appointed, Attach, Shutdown, Stop
 from unirun.wire.sockets import listen
@@ -92,19 +94,36 @@ class TestWhoLeads:
     def test_news_that_come_while_nobody_waits_are_told_once(self, fake_job: FakeJob) -> None:
         async def ask() -> list[bool]:
             found: Any = Masters(fake_job.job_dir)
-            found._watch = SimpleNamespace(hurry=lambda eager: None, close=lambda: None)
+            found._watch = SimpleNamespace(hurry=asked.append, close=lambda: None)
             found._tell(Seat(None, known=True))
             told = []
-            for patience in (10.0, 0.01):
+            for patience, eager in ((10.0, True), (0.01, False)):
                 try:
-                    await asyncio.wait_for(found.news(), patience)
+                    await asyncio.wait_for(found.news(eager=eager), patience)
                     told.append(True)
                 except TimeoutError:
                     told.append(False)
             found.close()
             return told
 
+        asked: list[bool] = []
         assert asyncio.run(ask()) == [True, False]
+        assert asked == [True, False]
+
+    @pytest.mark.parametrize(("timeout", "lasts"), [(2.0, 2.0), (0.0, HEAD_RETRY_INTERVAL), (None, None)])
+    def test_without_a_store_no_news_come_and_the_wait_for_them_lasts_as_long_as_it_may(
+        self, fake_job: FakeJob, timeout: float | None, lasts: float | None
+    ) -> None:
+        fake_job.job_dir.write_json(HEAD, {"type": "tcp", "addr": "10.0.0.1", "port": 1, "node": "n0"})
+        loop, found = SimulatedLoop(), Masters(fake_job.job_dir)
+        assert found.seat == Seat(Leader(0, TcpAddress("10.0.0.1", 1, "n0"), 0), known=True)
+        began, waits = loop.time(), loop.create_task(found.news(timeout))
+        loop.passes((lasts or 1000.0) - 0.01)
+        assert not waits.done()
+        if lasts is not None:
+            loop.do(asyncio.wait_for(waits, 1.0))
+            assert loop.time() - began == pytest.approx(lasts)
+        loop.end()
 
 
 class TestAMasterThatIsReached:

@@ -68,6 +68,35 @@ def test_a_member_lets_in_only_who_has_a_certificate_of_the_job(tmp_path: Path) 
     assert not any("cert" in word or "https" in word for word in insecure)
 
 
+@pytest.mark.parametrize("insecure", [False, True])
+def test_a_member_finds_the_others_at_the_addresses_that_they_listen_at(
+    tmp_path: Path, insecure: bool
+) -> None:
+    job = JobDir(tmp_path)
+    (tmp_path / "uid").write_text("uid")
+    members = [EtcdMember("n1", "fe80::1", 2379, 2380), NODES[1]]
+    program, *options = command_of(members, members[0], job, insecure=insecure)
+    scheme, tls = "http" if insecure else "https", str(tmp_path / "tls")
+    files = {"trusted-ca-file": "ca.pem", "cert-file": "node.pem", "key-file": "node.pem"}
+    secure = {f"--{part}{name}={tls}/{file}" for part in ("", "peer-") for name, file in files.items()}
+    assert program == "etcd"
+    assert {*options} == {
+        "--name=n1",
+        f"--data-dir={tmp_path}/etcd",
+        f"--listen-client-urls={scheme}://[fe80::1]:2379",
+        f"--advertise-client-urls={scheme}://[fe80::1]:2379",
+        f"--listen-peer-urls={scheme}://[fe80::1]:2380",
+        f"--initial-advertise-peer-urls={scheme}://[fe80::1]:2380",
+        f"--initial-cluster=n1={scheme}://[fe80::1]:2380,n2={scheme}://10.0.0.2:2481",
+        "--initial-cluster-token=uid",
+        "--auto-compaction-retention=10m",
+        "--heartbeat-interval=50",
+        "--election-timeout=500",
+        *(() if insecure else (*secure, "--client-cert-auth", "--peer-client-cert-auth")),
+    }
+    assert url_of(members, insecure=True) == "etcd://[fe80::1]:2379,10.0.0.2:2381"
+
+
 def test_ports_of_a_member_are_free_and_two() -> None:
     member = possible_member("n0", "127.0.0.1")
     assert member is not None

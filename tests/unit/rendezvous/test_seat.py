@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from unirun.errors import StoreAway
 from unirun.rendezvous import election as seat_module
 from unirun.rendezvous.election import Leader, Seat, SeatWatch, campaign, job_prefix, seat_prefix
 from unirun.rendezvous.store.memory import MemoryStore
-from unirun.rendezvous.store.protocol import Put, Store, Watch
+from unirun.rendezvous.store.protocol import Change, Put, Store, Watch
 from unirun.wire.address import UnixAddress
 
 JOB = job_prefix("run-1")
@@ -126,6 +128,37 @@ def test_a_calm_seat_watch_reports_another_leader_a_little_later(
     elect(store, [1, 2])
     recorded.until(lambda seat: seat.epoch == 2)
     watch.close()
+
+
+class Looks:
+    """A watch of a store that has no news, and the times at which it was looked at."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def changes(self, timeout: float) -> list[Change]:
+        self.at.append(time.monotonic())
+        return []
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_a_calm_seat_watch_looks_at_its_store_now_and_then(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seat_module, "CALM_POLL_INTERVAL", 0.02)
+    elect(store, [1])
+    looks, recorded = Looks(), RecordedSeats()
+    monkeypatch.setattr(store, "watch", lambda *_: looks)
+    watch = SeatWatch(lambda: Counted(store), JOB, recorded)
+    watch.hurry(False)
+    recorded.until(lambda seat: seat.epoch == 1)
+    before = len(looks.at)
+    eventually(lambda: len(looks.at) >= before + 4)
+    watch.close()
+    # The one before the first of these may have been eager still.
+    assert all(later - earlier > 0.015 for earlier, later in pairwise(looks.at[before + 1 : before + 4]))
 
 
 def test_a_seat_watch_that_has_missed_the_end_of_a_leader_knows_of_none(store: MemoryStore) -> None:

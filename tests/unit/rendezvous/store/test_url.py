@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -227,6 +228,15 @@ def test_a_missing_module_outside_the_etcd_extra_is_not_explained_away(
 def given_to_etcd(address: EtcdAddress) -> object:
     """The arguments of the store, which `Etcd` has in its place."""
     return open_store(str(address))
+
+
+def test_an_etcd_store_is_waited_for_as_long_as_the_caller_says_or_else_the_url(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "unirun.rendezvous.store.etcd", Etcd())
+    for timeout in (None, 3.0):
+        found: Any = open_store("etcd://h?timeout=7", timeout=timeout)
+        assert found == (EtcdAddress(("h:2379",), timeout=timeout or 7.0), None)
 
 
 @pytest.mark.parametrize(
