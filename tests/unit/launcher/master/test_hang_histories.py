@@ -82,11 +82,11 @@ class Questions(RuleBasedStateMachine):
             if None not in self.open.values():
                 self.decides(self.loop.time())
 
-    @rule(quiet=QUIET, seconds=st.sampled_from([0.41, 0.0]))
-    def all_answer(self, quiet: float, seconds: float) -> None:
+    @rule(quiet=QUIET, seconds=st.sampled_from([0.41, 0.0]), count=st.sampled_from([1, 1, 0]))
+    def all_answer(self, quiet: float, seconds: float, count: int) -> None:
         """Another question may follow before the time of this one is over."""
         for node in NODES:
-            self.answer(node, quiet)
+            self.answer(node, quiet, count)
         if self.open is None:
             self.loop.wait(seconds)
             self.late(pause=False)
