@@ -90,7 +90,7 @@ SECTIONS = {
     "Rollouts": [
         *(f"rollout.pool.{name}" for name in ("Pool", "Recorder")),
         "rollout.chatting.Reply",
-        *(f"rollout.episodes.{name}" for name in ("Group", "Trajectory", "Outcomes")),
+        *(f"rollout.completing.{name}" for name in ("Group", "Trajectory", "Outcomes")),
         *(f"rollout.completing.{name}" for name in ("Completer", "Completion")),
         "rollout.rewards.Rewards",
     ],

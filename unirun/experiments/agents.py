@@ -12,8 +12,7 @@ import torch
 from unirun.errors import UsageError
 from unirun.experiments.models.api import GenerationConfig
 from unirun.experiments.sample import SequenceSample
-from unirun.rollout.completing import Completion
-from unirun.rollout.episodes import Trajectory, Turn, recorded
+from unirun.rollout.completing import Completion, Trajectory, Turn, recorded
 from unirun.rollout.pool import Recorder, Run
 
 

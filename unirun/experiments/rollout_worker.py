@@ -28,8 +28,7 @@ from unirun.launcher.process import spare_descriptors
 from unirun.observe.events import LineLog
 from unirun.roles import BaseWorkload
 from unirun.rollout.client import EngineClient
-from unirun.rollout.completing import Completer, EngineCompleter
-from unirun.rollout.episodes import Group, Outcomes
+from unirun.rollout.completing import Completer, EngineCompleter, Group, Outcomes
 from unirun.rollout.pool import Data, Pool
 from unirun.wire.reporting import report, report_error
 

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from unirun.rollout.chatting import Reply
     from unirun.rollout.choosing import Answer, Span
     from unirun.rollout.client import AddressFile, EngineClient, EngineList, Engines
-    from unirun.rollout.completing import Completer, Completion, EngineCompleter
-    from unirun.rollout.episodes import Group, Outcomes, Trajectory
+    from unirun.rollout.completing import Completer, Completion, EngineCompleter, Group, Outcomes, Trajectory
     from unirun.rollout.pool import Pool, Recorder
     from unirun.rollout.rewards import Rewards
     from unirun.values import Engine
@@ -40,8 +39,10 @@ _HOMES = {
     "unirun.rollout.chatting": ("Reply",),
     "unirun.rollout.choosing": ("Answer", "Span"),
     "unirun.rollout.client": ("AddressFile", "EngineClient", "EngineList", "Engines"),
-    "unirun.rollout.completing": ("Completer", "Completion", "EngineCompleter"),
-    "unirun.rollout.episodes": ("Group", "Outcomes", "Trajectory"),
+    "unirun.rollout.completing": (
+        *("Completer", "Completion", "EngineCompleter"),
+        *("Group", "Outcomes", "Trajectory"),
+    ),
     "unirun.rollout.pool": ("Pool", "Recorder"),
     "unirun.rollout.rewards": ("Rewards",),
     "unirun.values": ("Engine",),

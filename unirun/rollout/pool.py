@@ -37,8 +37,16 @@ from typing import TYPE_CHECKING, Any
 
 from unirun.errors import EpisodeFailed, QueueTimeout, UsageError
 from unirun.rollout.chatting import Chats, Message, Parse, Reply, calls_in_tags
-from unirun.rollout.completing import Completer, Completion
-from unirun.rollout.episodes import Group, Outcomes, Trajectory, Turn, oldest, trajectories
+from unirun.rollout.completing import (
+    Completer,
+    Completion,
+    Group,
+    Outcomes,
+    Trajectory,
+    Turn,
+    oldest,
+    trajectories,
+)
 from unirun.wire.reporting import report
 
 if TYPE_CHECKING:

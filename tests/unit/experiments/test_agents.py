@@ -14,8 +14,7 @@ from tests.waiting import WAIT_TIMEOUT, eventually_async
 from unirun.errors import EpisodeFailed, UsageError
 from unirun.experiments import BundledGenerationOutputs, GenerationConfig, SequenceSample
 from unirun.experiments.agents import _first_of, bundle, run_of, sampling_of
-from unirun.rollout.completing import Completion
-from unirun.rollout.episodes import Group
+from unirun.rollout.completing import Completion, Group
 from unirun.rollout.pool import Pool, Recorder
 
 AGAIN = 99

@@ -16,7 +16,7 @@ from unirun.experiments import rollout_worker
 from unirun.experiments.datasets import DatasetUtility, PromptDataset
 from unirun.experiments.rollout_worker import REPORT_INTERVAL, figures, prompts, sample_of
 from unirun.experiments.sample import SequenceSample
-from unirun.rollout.episodes import NOT_MADE, Group, Outcomes, Trajectory
+from unirun.rollout.completing import NOT_MADE, Group, Outcomes, Trajectory
 
 
 class Letters:

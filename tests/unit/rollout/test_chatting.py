@@ -17,7 +17,7 @@ from tests.effort import examples
 from tests.unit.rollout.fake_completer import FakeCompleter, made
 from unirun.errors import UsageError
 from unirun.rollout.chatting import Chats, calls_in_tags, message_of
-from unirun.rollout.episodes import Trajectory, trajectories
+from unirun.rollout.completing import Trajectory, trajectories
 from unirun.rollout.pool import Recorder
 
 TEMPLATE = (

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.rollout.fake_completer import made
-from unirun.rollout.completing import Completion
-from unirun.rollout.episodes import NOT_MADE, Trajectory, Turn, oldest, recorded, trajectories
+from unirun.rollout.completing import NOT_MADE, Completion, Trajectory, Turn, oldest, recorded, trajectories
 
 
 def test_one_turn_is_a_prompt_that_is_not_trained_on_and_an_answer_that_is() -> None:

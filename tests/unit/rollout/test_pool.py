@@ -11,7 +11,7 @@ import pytest
 from tests.unit.rollout.fake_completer import FakeCompleter
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import EpisodeFailed, QueueTimeout, UsageError
-from unirun.rollout.episodes import Group, Outcomes
+from unirun.rollout.completing import Group, Outcomes
 from unirun.rollout.pool import MAX_FAILED_GROUPS, Pool, Recorder
 
 

@@ -24,8 +24,7 @@ from tests.unit.launcher.instant_loop import InstantLoop
 from tests.unit.rollout.fake_completer import FakeCompleter, made
 from unirun.errors import EpisodeFailed
 from unirun.rollout import pool as pools
-from unirun.rollout.completing import Completion
-from unirun.rollout.episodes import Group
+from unirun.rollout.completing import Completion, Group
 from unirun.rollout.pool import Pool, Recorder
 
 TIMEOUT = 10.0

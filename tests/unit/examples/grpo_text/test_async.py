@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from unirun.rollout.episodes import NOT_MADE, Group, Trajectory
+from unirun.rollout.completing import NOT_MADE, Group, Trajectory
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "examples" / "grpo_text_async"))
 
