@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         prepare_optimizer,
         unwrap,
     )
-    from unirun.train.backends import Backend, NoBackend, TorchConfig
     from unirun.train.builder import DLJobBuilder, JobBuilder, RLJobBuilder
     from unirun.train.callbacks import (
         CsvLoggerCallback,
@@ -49,8 +48,9 @@ if TYPE_CHECKING:
         world_size,
     )
     from unirun.train.job import Job, JobHandle, attach
-    from unirun.train.result import Result
     from unirun.train.running import TrainingIterator
+    from unirun.train.setup import Backend, NoBackend, TorchConfig
+    from unirun.train.task import Result
     from unirun.train.trainer import Trainable, Trainer
 
 __all__ = [
@@ -112,7 +112,6 @@ _HOMES = {
         "prepare_optimizer",
         "unwrap",
     ),
-    "backends": ("Backend", "NoBackend", "TorchConfig"),
     "builder": ("DLJobBuilder", "JobBuilder", "RLJobBuilder"),
     "callbacks": (
         "CsvLoggerCallback",
@@ -141,8 +140,9 @@ _HOMES = {
         "world_size",
     ),
     "job": ("Job", "JobHandle", "attach"),
-    "result": ("Result",),
     "running": ("TrainingIterator",),
+    "setup": ("Backend", "NoBackend", "TorchConfig"),
+    "task": ("Result",),
     "trainer": ("Trainable", "Trainer"),
 }
 

@@ -35,8 +35,7 @@ from unirun.train.callbacks.base import numbers
 from unirun.train.checkpoints import Info, skipped
 from unirun.train.lockstep import Lockstep, Round
 from unirun.train.losses import Repeats, is_loss, kind_of
-from unirun.train.result import Result
-from unirun.train.task import Attempt, Program, RunTask
+from unirun.train.task import Attempt, Program, Result, RunTask
 from unirun.train.workers import Workers
 from unirun.wire.reporting import folded, report
 

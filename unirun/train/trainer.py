@@ -40,15 +40,24 @@ from unirun.train.arguments import (
     require,
     takes_config,
 )
-from unirun.train.backends import TorchConfig, configured, find_backend
 from unirun.train.callbacks import Callbacks, TrainingCallback
 from unirun.train.callbacks.base import numbers
 from unirun.train.checkpoints import CheckpointStrategy
 from unirun.train.familiar import TRAINERS, elsewhere, refuse_arguments
-from unirun.train.result import Result
 from unirun.train.running import Attempts, TrainingIterator
-from unirun.train.setup import Setup, in_words, options_of, range_of, requested, resources_of, threads_of
-from unirun.train.task import RunTask, cell_of
+from unirun.train.setup import (
+    Setup,
+    TorchConfig,
+    configured,
+    find_backend,
+    in_words,
+    options_of,
+    range_of,
+    requested,
+    resources_of,
+    threads_of,
+)
+from unirun.train.task import Result, RunTask, cell_of
 from unirun.train.workers import Workers
 from unirun.wire.reporting import folded, report
 

@@ -18,8 +18,6 @@ from unirun.roles import BaseWorkload, MasterHandle, init, trainer_invocation
 from unirun.roles.interruption import Interrupted, main_thread
 from unirun.roles.nested import mapped
 from unirun.roles.process_groups import process_groups
-from unirun.train import logs
-from unirun.train.backends import find_backend
 from unirun.train.checkpoints import Folder, Info
 from unirun.train.checkpoints.state import unwrapped
 from unirun.train.checkpoints.writer import CheckpointWriter
@@ -27,6 +25,7 @@ from unirun.train.functions import enter
 from unirun.train.lockstep import Reported
 from unirun.train.losses import loader_loss
 from unirun.train.session import Session
+from unirun.train.setup import configure_logging, find_backend
 from unirun.train.task import Attempt, Program, RunTask, show_cell
 from unirun.wire.frames import finite
 from unirun.wire.progress import page
@@ -44,7 +43,7 @@ class TrainWorker(BaseWorkload):
 
     def __init__(self, master_handle: MasterHandle, config: Any) -> None:
         super().__init__(master_handle, config)
-        logs.configure(config.logging)
+        configure_logging(config.logging)
         self._backend = find_backend(config.backend, timeout=config.group_timeout)()
         self._session: Session | None = None
         self._attempt = 0

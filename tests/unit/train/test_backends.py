@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from unirun.errors import UsageError
-from unirun.train.backends import (
+from unirun.train.setup import (
     BUILT_IN,
     GROUP,
     GROUP_TIMEOUT,

@@ -17,9 +17,8 @@ from unirun.train.arguments import hold, left_unfinished, mark_finished, next_ru
 from unirun.train.callbacks import Callbacks
 from unirun.train.checkpoints import CheckpointStrategy, Folder, Info
 from unirun.train.checkpoints.writer import CheckpointWriter
-from unirun.train.result import Result
 from unirun.train.running import TrainingIterator
-from unirun.train.task import RunTask
+from unirun.train.task import Result, RunTask
 
 
 def with_checkpoint(run: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from unirun.train import logs
+from unirun.train.setup import configure_logging, logging_told
 
 
 @contextlib.contextmanager
@@ -30,8 +30,8 @@ def new_root() -> Iterator[logging.Logger]:
 
 def test_nothing_is_told_of_a_program_that_has_not_configured_logging() -> None:
     with new_root() as root:
-        assert logs.told() is None
-        logs.configure(None)
+        assert logging_told() is None
+        configure_logging(None)
         assert root.handlers == []
 
 
@@ -49,9 +49,9 @@ def test_info_of_ranks_is_written_as_that_of_the_program(given: dict[str, Any], 
     with new_root():
         logging.basicConfig(level=logging.INFO, **given)
         # As workers get it.
-        setting = OmegaConf.create({"logging": logs.told()}).logging
+        setting = OmegaConf.create({"logging": logging_told()}).logging
     with new_root() as root:
-        logs.configure(setting)
+        configure_logging(setting)
         (handler,) = root.handlers
         assert isinstance(handler, logging.StreamHandler)
         stream = io.StringIO()
@@ -69,6 +69,6 @@ def test_a_formatter_of_another_class_is_not_told() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(AsJson("%(message)s"))
         root.addHandler(handler)
-        found = logs.told()
+        found = logging_told()
     assert found is not None
     assert found["format"] == logging.BASIC_FORMAT

@@ -28,8 +28,8 @@ from unirun.roles import MasterHandle
 from unirun.roles.context import Context
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.train import worker as workers
-from unirun.train.backends import Backend
 from unirun.train.checkpoints import CheckpointStrategy
+from unirun.train.setup import Backend
 from unirun.train.task import Attempt, RunTask
 from unirun.train.worker import TrainWorker
 from unirun.wire.messages import RoleView, View, Welcome, WorkerView
