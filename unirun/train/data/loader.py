@@ -191,7 +191,7 @@ class Shard:
 
     def _begin(self, share: Share) -> None:
         # What changes with each step is kept outside of it.
-        self._share = replace(share, steps=0, beyond={}, ended=False)
+        self._share = share
         self._steps, self._beyond, self._ended = share.steps, dict(share.beyond), share.ended
         self._loop += 1
 
