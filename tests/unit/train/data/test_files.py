@@ -112,6 +112,12 @@ class TestListed:
         shard = Shard("train", Files.listed_in(path), 0, 1)
         assert [*shard] == ["0", "1", "2"]
 
+    def test_its_files_are_read_as_the_user_says(self, tmp_path: Path) -> None:
+        some = in_files([2, 1], "read")
+        path = write(tmp_path / "list.txt", f"{some.path(0)}\n{some.path(1)}\n")
+        found = Files.listed_in(path, lambda file: [file.read()])
+        assert [[*found.items(index)] for index in range(len(found))] == [[b"0\n1\n"], [b"2\n"]]
+
     def test_a_list_is_never_in_memory_as_a_whole(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

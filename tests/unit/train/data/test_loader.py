@@ -51,6 +51,19 @@ def test_options_go_to_the_dataloader(dataset: Any) -> None:
     ]
 
 
+@pytest.mark.parametrize("dataset", [range(5), NumberStream(5), in_files([5], "seeds")])
+def test_the_seed_of_a_loop_is_drawn_by_the_generator_that_is_ownand_never_by_the_programs(
+    dataset: Any,
+) -> None:
+    own, program = torch.Generator(), torch.get_rng_state()
+    before = own.get_state()
+    for options in ({}, {"generator": own}):
+        assert torch.equal(own.get_state(), before)
+        batches(Shard("train", dataset, 0, 1).to_torch(2, **options))
+    assert not torch.equal(own.get_state(), before)
+    assert torch.equal(torch.get_rng_state(), program)
+
+
 def test_items_of_a_stream_go_to_the_ranks_one_by_one_and_fill_batches() -> None:
     assert [batches(Shard("train", NumberStream(11), rank, 2).to_torch(2)) for rank in range(2)] == [
         [[0, 2], [4, 6], [8, 10]],

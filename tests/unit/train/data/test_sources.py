@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from tests.unit.train.data.datasets import NumberStream, SkippingNumbers, stored
+from tests.unit.train.data.datasets import NumberStream, SkippingNumbers, in_files, stored
 from unirun.errors import UsageError
-from unirun.train.data import Consumed
+from unirun.train.data import Consumed, Files, Share
 from unirun.train.data.loader import Shard
 from unirun.train.data.plan import WHOLE
 
@@ -110,6 +111,36 @@ def test_what_is_consumed_is_read_again_in_an_epoch_that_skipping_does_not_know(
 def test_items_are_read_in_the_order_of_the_epoch() -> None:
     shard = Shard("train", SkippingNumbers(3), 0, 1)
     assert [[*shard] for _ in range(3)] == [[0, 1, 2], [2, 1, 0], [0, 1, 2]]
+
+
+class Asking(Files):
+    """Files whose items name the process that reads them."""
+
+    def items(self, index: int, begin: int = 0) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        for item in super().items(index, begin):
+            yield item, info.id if info is not None else None
+
+
+def test_a_process_of_a_dataloader_has_its_turns_of_what_is_not_indexed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stream that would give each process another part gives all of it. Whoever reads files knows its process."""
+
+    def read(dataset: Any, process: int) -> list[Any]:
+        info = torch_worker.WorkerInfo(id=process, num_workers=2, seed=0, dataset=dataset)
+        monkeypatch.setattr(torch_worker, "_worker_info", info)
+        source = Shard("train", dataset, 0, 1).source
+        source.begin(Share(0, 1, source.size), 3)
+        return [item for _, item in source]
+
+    assert [read(NumberStream(10), process) for process in range(2)] == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9]]
+    lines = in_files([2, 1, 3], "turns of processes")
+    files = Asking([lines.path(index) for index in range(3)])
+    assert [read(files, process) for process in range(2)] == [
+        [("0", 0), ("1", 0), ("3", 0), ("4", 0), ("5", 0)],
+        [("2", 1)],
+    ]
 
 
 def test_one_rank_far_ahead_of_the_others_uses_no_item_twice() -> None:
