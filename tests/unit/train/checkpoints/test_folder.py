@@ -113,6 +113,34 @@ def test_exactly_one_rank_finds_a_flipped_byte_and_none_reads_all(
     assert found == [f"checkpoint 1 is damaged: {folder.path(1)}/{name} is not as it was written"]
 
 
+class Remembering(LocalFileSystem):  # type: ignore[misc]
+    """A file system that remembers what it has listed, as remote ones do."""
+
+    cachable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._listed: dict[tuple[str, bool], Any] = {}
+
+    def ls(self, path: str, detail: bool = False, refresh: bool = False, **options: Any) -> Any:
+        if refresh or (path, detail) not in self._listed:
+            self._listed[path, detail] = super().ls(path, detail, **options)
+        return self._listed[path, detail]
+
+
+def test_what_another_process_has_written_or_deleted_is_seen(tmp_path: Path) -> None:
+    folder, other = Folder(str(tmp_path)), Folder(str(tmp_path))
+    folder.files = Remembering()
+    for number in (1, 2):
+        saved(other, number)
+        assert folder.numbers() == [*range(1, number + 1)]
+        for name in ("rank.00000.json", "rank.00001.json"):
+            assert {*folder.sizes(number)} == {each.name for each in (tmp_path / f"{number:06}").iterdir()}
+            put(other, number, name, b"{}")
+    other.remove(1)
+    assert folder.numbers() == [2]
+
+
 class Failing(LocalFileSystem):  # type: ignore[misc]
     """A file system that cannot read files with a `name`, for the reason `error`."""
 

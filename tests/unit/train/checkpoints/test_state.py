@@ -90,10 +90,11 @@ def test_an_object_that_cannot_be_pickled_is_told() -> None:
             encode({"epoch": 1, name: part}, io.BytesIO())
 
 
-def test_the_search_for_what_cannot_be_pickled_ends_in_a_circle() -> None:
-    circle: dict[str, Any] = {"lock": threading.Lock()}
-    circle = {"around": circle, **circle}
-    circle["around"]["circle"] = circle
+@pytest.mark.parametrize("back", [False, True], ids=["the lock first", "the way back first"])
+def test_the_search_for_what_cannot_be_pickled_ends_in_a_circle(back: bool) -> None:
+    circle: dict[str, Any] = {"around": {}}
+    parts = [("lock", threading.Lock()), ("circle", circle)]
+    circle["around"] |= parts[::-1] if back else parts
     with pytest.raises(UsageError, match=r"^around\['lock'\] cannot be saved: "):
         encode(circle, io.BytesIO())
 
