@@ -188,7 +188,7 @@ class Question:
 
     def call(self) -> None:
         workers = self._workers
-        workers.time += 1.0
+        workers.time += workers.look
         assert all(each.lives for each in workers.processes)
         if workers.untold:
             raise workers.untold[0] if workers.dying else workers.untold.pop()
@@ -206,6 +206,8 @@ class Workers:
     lives = True
     deaf = dying = False
     """No rank answers, or one is lost each time."""
+    look = 1.0
+    """Seconds until a question is answered."""
 
     def __init__(self, world: int) -> None:
         self.processes = [Process(0) for _ in range(world)]
@@ -434,11 +436,22 @@ def test_workers_that_do_not_answer_have_the_time_in_which_lost_ones_come_back(i
     workers: Any = Workers(2)
     workers.deaf, workers.dying = how == "late", how == "lost"
     workers.untold += [WorkerLost("it was lost", worker="w:0")] * workers.dying
+    # The last answer comes just then.
+    workers.look = RECOVERY_TIMEOUT / 10 - UNWIND_TIMEOUT * workers.deaf
     began = workers.time
     with pytest.raises(WorkerLost if workers.dying else InvocationTimeout):
         Attempts(workers, lambda: workers.time).ready(idle=idle)
-    assert RECOVERY_TIMEOUT <= workers.time - began <= RECOVERY_TIMEOUT + UNWIND_TIMEOUT + 1.0
+    assert workers.time - began == RECOVERY_TIMEOUT
     assert bool(workers.killed) == (idle and workers.deaf)
+
+
+def test_workers_that_are_lost_while_they_are_prepared_have_that_time_too() -> None:
+    workers: Any = Workers(2)
+    workers.look = RECOVERY_TIMEOUT / (LIMIT - 1)
+    attempts = Attempts(workers, lambda: workers.time)
+    attempts.prepare_with(None, Program("kind", LIMIT, kills=True))
+    with pytest.raises(TrainingFailed, match=f"{END}, {LIMIT - 1} times in a row, in the class kind"):
+        attempts.ready()
 
 
 def test_workers_that_have_ended_are_told_nothing() -> None:

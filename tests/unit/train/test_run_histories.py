@@ -236,6 +236,7 @@ class Workers:
         self._lost: WorkerLost | None = None
         self._attempt = -1
         self.ranks: list[Rank] = []
+        self._turn = 0
         self.generation = 0
         self.world_size = 0
         self._begin()
@@ -320,6 +321,7 @@ class Workers:
     def call_async(self, turn: Attempt, order: RunTask) -> Any:
         """Begin the function. Ranks meet again if it has failed in these processes."""
         assert (turn.generation, turn.failed_attempts) == (self.generation, self._failed)
+        self._turn = turn.attempt
         self.ranks = [Rank(self._run, order, rank, self.world_size) for rank in range(self.world_size)]
         self._run.resumed(order.resume, order.number)
         return Unfinished(self._values)
@@ -334,6 +336,11 @@ class Workers:
         folder = self._run.folder()
         for rank in range(self.world_size):
             folder.verify(folder.require(number), rank, self.world_size)
+
+    def of(self, attempt: int) -> Workers:
+        """A call is for the attempt that runs."""
+        assert attempt == self._turn
+        return self
 
     def take(self, rank: int, number: int) -> Any:
         """The next report of a rank. All ranks come as far together."""
@@ -362,8 +369,8 @@ class Worker:
 
     def __init__(self, workers: Workers, rank: int) -> None:
         self._workers, self._rank = workers, rank
-        self.take = Method(lambda attempt, number: workers.take(rank, number))
-        self.commit = Method(lambda attempt, number: workers.commit(number))
+        self.take = Method(lambda attempt, number: workers.of(attempt).take(rank, number))
+        self.commit = Method(lambda attempt, number: workers.of(attempt).commit(number))
         self.interrupt = Interrupt(workers._run.interrupts)
 
     def clear(self, url: str) -> None:

@@ -34,6 +34,13 @@ class Losses:
         self.losses = losses
 
 
+class Scalar:
+    """The scalar of a library that says neither its size nor its number of elements."""
+
+    def item(self) -> float:
+        return 1.5
+
+
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain python, without what other tests have left."""
@@ -190,10 +197,47 @@ class TestReports:
         assert (found["losses"], found["array"].tolist(), found["seen"]) == ([0], [0.0] * 2, {1})
         assert found["deep"]["tensors"][0].tolist() == [0.0] * 2
 
-    def test_one_element_is_a_number_however_deep_it_is(self, session: Session) -> None:
-        train.report(losses={"train": [torch.tensor([2.5]), numpy.float32(0.5)]}, array=numpy.array([3]))
+    @pytest.mark.parametrize(
+        ("value", "number"),
+        [
+            (torch.tensor([[2.5]]), 2.5),
+            (torch.tensor(3, requires_grad=False), 3),
+            (torch.tensor(0.5, requires_grad=True), 0.5),
+            (numpy.float32(0.5), 0.5),
+            (numpy.array([[3]]), 3),
+            (numpy.bool_(True), True),
+            (Scalar(), 1.5),
+        ],
+        ids=range(7),
+    )
+    def test_one_element_is_a_number_however_deep_it_is(
+        self, session: Session, value: Any, number: float
+    ) -> None:
+        train.report(deep={"train": [value]}, plain=value)
         said = session.take(1)
-        assert (said.metrics["losses"], said.metrics["array"]) == ({"train": [2.5, 0.5]}, 3)
+        # A tensor of one element is equal to a number.
+        for found in (*said.metrics["deep"]["train"], said.metrics["plain"]):
+            assert (type(found), found) == (type(number), number)
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            torch.zeros(0),
+            torch.arange(2),
+            torch.ones(1, 2, requires_grad=True),
+            numpy.zeros(0),
+            numpy.zeros(2),
+        ],
+        ids=range(5),
+    )
+    def test_more_elements_and_none_are_copied_as_they_are(self, session: Session, value: Any) -> None:
+        train.report(value=value)
+        said = session.take(1)
+        found = said.metrics["value"]
+        assert type(found) is type(value)
+        assert found is not value
+        assert (found.shape, found.tolist()) == (value.shape, value.tolist())
+        assert not getattr(found, "requires_grad", False)
 
     def test_what_cannot_be_copied_and_a_list_in_itself_are_reported_too(self, session: Session) -> None:
         # Only a tensor that was not computed is copied by deepcopy.
