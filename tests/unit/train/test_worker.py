@@ -23,10 +23,10 @@ from unirun.roles.context import Context
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.train import functions
 from unirun.train import worker as module
-from unirun.train.backends import Backend
 from unirun.train.checkpoints import CheckpointStrategy, Folder, Info
 from unirun.train.checkpoints.state import load
 from unirun.train.checkpoints.writer import CheckpointWriter
+from unirun.train.setup import Backend
 from unirun.train.task import Attempt, RunTask
 from unirun.train.worker import TrainWorker
 from unirun.wire.messages import RoleView, View, Welcome
