@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from tests.unit.launcher.master.harness import ELECTION_PREFIX, MasterHarness, receive_all, receive_until
+from tests.unit.failover.job import Job
+from tests.unit.launcher.master.harness import (
+    ELECTION_PREFIX,
+    MasterHarness,
+    end_well,
+    receive_all,
+    receive_until,
+)
+from tests.waiting import eventually_async
 from unirun.failover.context import load
+from unirun.launcher.master import shell
+from unirun.launcher.master.notifying import Notifier
+from unirun.observe.events import LoggedEvent, read_events
 from unirun.rendezvous.election import campaign, leader_of
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress
-from unirun.wire.messages import Attach, Ended, ExitAck, Shutdown
+from unirun.wire.messages import Attach, Ended, ExitAck, Shutdown, StopWorkers
 from unirun.wire.reports import WorkerExited
 
 
@@ -78,3 +92,50 @@ def test_a_master_that_was_deposed_says_nothing_and_ends(harness: MasterHarness)
     leader = leader_of(harness.store, ELECTION_PREFIX)
     assert leader is not None
     assert leader.epoch == 2, "the seat is the next one's"
+
+
+def test_a_master_that_gets_sigterm_stops_the_job_and_lets_stopped_agents_go_on_from_then_on(
+    harness: MasterHarness,
+) -> None:
+    async def others() -> None:
+        agent = await harness.agent()
+        await eventually_async(lambda: harness.status()["roles"][0]["phase"] == "running")
+        assert harness.master._waking is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        (*_, order) = await receive_until(agent, StopWorkers)
+        assert isinstance(order, StopWorkers)
+        assert order == StopWorkers("actor", (0, 1), int(signal.SIGTERM), 30.0)
+        assert harness.master._waking is not None
+        for rank in (0, 1):
+            ended = WorkerId("actor", rank, 0)
+            agent.send(WorkerExited(ended, 1.0, None, order.signal, "order", order.signal))
+        await receive_until(agent, Shutdown)
+        await agent.close()
+
+    assert harness.run(others) == []
+    assert harness.events("stop") == ["the master got SIGTERM"]
+
+
+def test_a_master_tells_each_event_of_the_log_to_the_notifier_of_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[LoggedEvent] = []
+
+    class KeepingNotifier(Notifier):
+        """It runs nothing."""
+
+        def tell(self, event: LoggedEvent) -> None:
+            assert (self._command, self._run_id) == ("tell-me", "job-1")
+            told.append(event)
+
+    monkeypatch.setattr(shell, "Notifier", KeepingNotifier)
+    model = Job({"actor": 2})
+    model.state = replace(model.state, spec=replace(model.state.spec, notify_command="tell-me"))
+    harness = MasterHarness(tmp_path, model)
+
+    async def others() -> None:
+        await end_well(await harness.agent())
+
+    assert harness.run(others) == []
+    kinds = [event.kind for event in read_events(harness.job.events) if event.kind != "order"]
+    assert [event.kind for event in told] == kinds
