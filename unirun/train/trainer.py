@@ -559,16 +559,8 @@ class Trainer:
         self._decode = find_backend(backend, use_gpu=use_gpu)().decode_data
         # Without GPUs of their own they see none: `torch.cuda.is_available()` tells the truth.
         own = threads_of(resources) if use_gpu else {"CUDA_VISIBLE_DEVICES": ""}
-        self._setup = Setup(
-            least,
-            most,
-            backend,
-            device,
-            slots,
-            {**own, **environment(env)},
-            options_of(placement, store),
-            group_timeout=timeout,
-        )
+        variables, options = {**own, **environment(env)}, options_of(placement, store)
+        self._setup = Setup(least, most, backend, device, slots, variables, options, group_timeout=timeout)
         self._max_failures, self._retry = max_failures, tuple(retry_exceptions)
         self._grow_every = grow_every
         self._logdir = directory(logdir)
