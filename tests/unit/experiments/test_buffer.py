@@ -15,9 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.waiting import WAIT_TIMEOUT, eventually
-from unirun.errors import CheckpointDamaged, UsageError
+from unirun.errors import CheckpointDamaged, QueueTimeout, UsageError
 from unirun.experiments import buffer
 from unirun.experiments.buffer import Buffer, Intake, Taken, TakenFile, TakeOrder, staleness, version_of
+from unirun.experiments.config import GserverManager
+from unirun.experiments.graph import ModelName
 from unirun.experiments.sample import SequenceSample
 from unirun.weights.queue import Item
 
@@ -184,6 +186,21 @@ def test_what_was_released_long_ago_takes_no_memory(tmp_path: Path, monkeypatch:
     assert [meta.ids[0] for _, meta in made.since(number)[1]] == ["f"]
 
 
+class Clock:
+    """A time that passes only when it is told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        """As `time.monotonic`."""
+        return self.now
+
+    def passes(self, seconds: float) -> None:
+        """So much time passes."""
+        self.now += seconds
+
+
 class Source:
     """A queue with items that have come together."""
 
@@ -193,9 +210,13 @@ class Source:
         ]
         self.dropped: list[str] = []
         self.used = 0
+        self.clock = Clock()
 
     def get_some(self, most: int, *, timeout: float) -> list[Item]:
-        """All of them."""
+        """All of them, or the end of the wait when there are none."""
+        self.clock.passes(2.0 if self.items else timeout)
+        if not self.items:
+            raise QueueTimeout("nothing came", "wait longer", queue="trajectories")
         return self.items[:most]
 
     def drop(self, item: Item) -> None:
@@ -218,6 +239,52 @@ def test_what_has_come_together_is_written_together(tmp_path: Path, monkeypatch:
     assert len(written) == 1
     assert (intake.accepted, intake.rejected, source.dropped, source.used) == (2, 1, ["1"], 1)
     assert [meta.ids[0] for _, meta in Buffer(tmp_path).since(0)[1]] == ["c", "a", "b"]
+
+
+def test_the_time_without_a_trajectory_is_counted_whether_one_comes_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Source()
+    queue: Any = source
+    monkeypatch.setattr(buffer, "time", source.clock)
+    intake = Intake(Buffer(tmp_path), queue, lambda each: True)
+    intake.take()
+    assert (intake.waited, source.used) == (buffer.TAKE_TIMEOUT, 0)
+    source.items = Source("a").items
+    intake.take()
+    assert (intake.waited, source.used) == (buffer.TAKE_TIMEOUT + 2.0, 1)
+
+
+def test_a_thread_that_does_not_end_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source, go_on = Source("a"), threading.Event()
+    queue: Any = source
+    monkeypatch.setattr(buffer, "CLOSE_TIMEOUT", 0.01)
+    intake = Intake(Buffer(tmp_path), queue, lambda each: go_on.wait(WAIT_TIMEOUT))
+    intake.start()
+    intake.close()
+    assert "the thread that takes trajectories" in capfd.readouterr().err
+    go_on.set()
+    intake._thread.join(WAIT_TIMEOUT)
+
+
+def test_the_queue_of_a_trial_has_the_bounds_of_its_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    monkeypatch.setattr(buffer, "Queue", lambda *args, **options: made.append((args, options)))
+    manager = GserverManager(
+        model_name=ModelName("actor", 0),
+        n_servers=2,
+        schedule_policy="round_robin",
+        max_head_offpolicyness=3,
+        train_batch_size=7,
+        flush_request_timeout=60,
+        max_concurrent_rollouts=5,
+    )
+    buffer.trajectories(manager)
+    bounds = {"batch": 7, "max_head_offpolicyness": 3, "max_concurrent_rollouts": 5}
+    ends = {"producer": "rollout_worker", "consumer": "model_worker", "maxsize": buffer.QUEUE_ITEMS}
+    assert made == [(("trajectories",), {**ends, **bounds})]
 
 
 def test_the_thread_ends_when_it_is_closed(tmp_path: Path) -> None:
