@@ -84,8 +84,9 @@ browser: $(VENV)/.dev $(VENV)/axe/package/axe.min.js
 	$(BIN)/python -m pytest -q -s tests/browser
 
 # Small faults are made in the rooms that decide or keep something, and tests must detect nine of ten (tests/mutants). All
-# faults take hours. ROOM=wire makes those of one room, and SAMPLE=200 at most 200 of each room, drawn with a fixed seed.
-# At its end a room has the processor time that it took.
+# faults take hours. ROOM=wire makes those of one room, and SAMPLE=200 at most 200 of each room, drawn with a fixed seed:
+# two to fifteen minutes of processor time for each room, and as long again for faults that hang. At its end a room says
+# what it took.
 ROOM ?= wire failover rendezvous launcher calls master rollout experiments collocation train
 mutants: $(VENV)/.dev
 	failed=; for room in $(ROOM); do \
