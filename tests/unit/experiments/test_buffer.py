@@ -217,6 +217,7 @@ class Source:
         self.clock.passes(2.0 if self.items else timeout)
         if not self.items:
             raise QueueTimeout("nothing came", "wait longer", queue="trajectories")
+        assert most == buffer.TAKEN_TOGETHER
         return self.items[:most]
 
     def drop(self, item: Item) -> None:
@@ -229,7 +230,7 @@ class Source:
 
 
 def test_what_has_come_together_is_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, source = Buffer(tmp_path), Source("a", "bad", "b", "a", "c")
+    made, source = Buffer(tmp_path), Source("a", "bad", "c", "b", "a")
     made.add([(sample("c"), 1)])
     written: list[int] = []
     monkeypatch.setattr("os.fsync", written.append)

@@ -52,7 +52,7 @@ def test_options_go_to_the_dataloader(dataset: Any) -> None:
 
 
 @pytest.mark.parametrize("dataset", [range(5), NumberStream(5), in_files([5], "seeds")])
-def test_the_seed_of_a_loop_is_drawn_by_the_generator_that_is_ownand_never_by_the_programs(
+def test_the_seed_of_a_loop_is_drawn_by_the_generator_that_is_given_and_never_by_the_programs(
     dataset: Any,
 ) -> None:
     own, program = torch.Generator(), torch.get_rng_state()
