@@ -505,6 +505,15 @@ def test_outside_a_job_the_servers_have_to_be_named(monkeypatch: pytest.MonkeyPa
         EngineClient("engine")
 
 
+def test_in_a_job_the_servers_are_those_of_the_role(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "addresses.json"
+    monkeypatch.setenv("UNIRUN_ADDRS_FILE", str(path))
+    assert EngineClient("engine").engines == ()
+    entry = {"rank": 0, "incarnation": 0, "addr": "h:1", "ready": True}
+    path.write_text(json.dumps({"engine": [entry], "other": [{**entry, "addr": "h:2"}]}))
+    assert [each.url for each in EngineClient("other").engines] == ["http://h:2"]
+
+
 def test_without_httpx_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx2", None)
     with pytest.raises(UsageError, match=r"pip install 'torch-unirun\[engines\]'"):

@@ -60,6 +60,30 @@ def test_a_completion_in_chunks_is_the_one_in_one_piece(chunk: int, most: int, l
     assert not parts._homes, "no other request goes on with one that has no conversation"
 
 
+def test_each_request_says_how_long_it_may_take_who_gets_it_and_which_ones_begin_alike() -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Noting(Drawing):
+        async def generate(self, token_ids: Sequence[int], **how: Any) -> Answer:
+            asked.append(how)
+            return await super().generate(token_ids, **how)
+
+    client: Any = Noting()
+    completer = EngineCompleter(client, new_tokens_per_chunk=2, schedule_policy="round_robin", timeout=7.0)
+    for prompt in ([1, 2], [1, 2], [3]):
+        sampling: dict[str, Any] = {"seed": 1, "stop": ["."], "max_tokens": 5, "min_tokens": 5}
+        asyncio.run(completer.complete(prompt, **sampling))
+    first, again, other = asked
+    assert {each: first[each] for each in ("timeout", "policy", "logprobs", "max_tokens")} == {
+        "timeout": 7.0,
+        "policy": "round_robin",
+        "logprobs": 0,
+        "max_tokens": 5,
+    }
+    assert isinstance(first["prompt"], int)
+    assert first["prompt"] == again["prompt"] != other["prompt"]
+
+
 def test_weights_that_nobody_has_labelled_are_version_0() -> None:
     async def story(engines: Engines) -> None:
         async with engines.client() as client:
