@@ -106,6 +106,8 @@ def test_a_learner_that_was_restored_learns_on_as_if_it_had_never_died(
     assert all(map(torch.equal, second.state()["model"].values(), first.state()["model"].values()))
 
 
+# matplotlib keeps the files of its fonts open.
+@pytest.mark.leaves
 def test_the_table_has_a_line_for_each_phase_and_the_picture_is_drawn(tmp_path: Path) -> None:
     scores = [(0.0, 0.0)] * 5 + [(1.0, 0.5)] * 5 + [(0.5, 0.0)] * 5 + [(0.75, 0.25)] * 5
     lines = table(scores, ["calm", "storm"], 10).splitlines()

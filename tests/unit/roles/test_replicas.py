@@ -14,6 +14,8 @@ from unirun.roles import replicas
 from unirun.roles.process_groups import c10d
 from unirun.roles.replicas import in_memory, newer
 
+pytestmark = pytest.mark.leaves
+
 
 @pytest.fixture
 def group() -> Iterator[None]:
