@@ -70,7 +70,7 @@ POLL_INTERVAL = 0.2
 """Seconds between two looks whether Ctrl-C was pressed."""
 
 NATIVE_NOTICE_DELAY = 2.0
-"""Seconds without an answer after which the user is told why."""
+"""Seconds without an answer after which the command prints the likely reason."""
 
 
 def debug(options: Any) -> int:

@@ -359,7 +359,7 @@ class Guard:
         return self._link
 
     def takes(self, token: str) -> bool:
-        """Return True if this is the token of the last link, and nobody has brought it before."""
+        """Return True if this is the token of the last link, and no request has had it before."""
         if not self._link or not _same(token, self._link):
             return False
         self._link = ""

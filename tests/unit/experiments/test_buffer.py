@@ -187,7 +187,7 @@ def test_what_was_released_long_ago_takes_no_memory(tmp_path: Path, monkeypatch:
 
 
 class Clock:
-    """A time that passes only when it is told."""
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -95,7 +95,7 @@ class TestAnInjectedFault:
 
 
 class TestAWorkerThatIsStuck:
-    """It waits in an earlier generation, in which nobody comes any more."""
+    """The worker waits in an earlier generation, which no other rank enters any more."""
 
     STUCK = LinkMessage(2, Stuck("it waits for ever", "x" * MAX_STACK + " in wait"))
 

@@ -37,7 +37,7 @@ Make = Callable[..., TrainWorker]
 
 
 class Hooks(Backend):
-    """Notes what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []

@@ -217,7 +217,7 @@ class SlowClients(RuleBasedStateMachine):
         self.loop.end()
         self.folder.cleanup()
         del self.server, self.served
-        assert not self.loop.errors, "an error is told of as if it was none that is handled"
+        assert not self.loop.errors, "the event loop logged an error that is handled"
         assert not left, "a task goes on, or is kept, after its server and its streams were closed"
         assert not open_still, "descriptors are left open"
 
@@ -366,7 +366,7 @@ class SlowSocket:
         world.open.add(self)
 
     def setblocking(self, flag: bool) -> None:
-        """Only `connect` is told not to wait."""
+        """Only `connect` does not block."""
         assert not flag
 
     def setsockopt(self, *option: int) -> None:

@@ -79,7 +79,7 @@ def test_a_job_whose_owner_does_not_attach_is_stopped(
 
 
 def test_the_end_of_the_owners_stream_is_taken_once(tmp_path: Path) -> None:
-    """It has attached, so nobody looks any more whether it has."""
+    """The command has attached, so the master no longer waits for it."""
     harness = owned_job(tmp_path)
 
     async def others() -> None:

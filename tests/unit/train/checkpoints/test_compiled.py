@@ -68,7 +68,7 @@ NESTINGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def saved(path: Path, state: dict[str, Any]) -> tuple[Folder, Manifest]:
+def saved(path: Path, state: Any) -> tuple[Folder, Manifest]:
     folder = Folder(str(path))
     writer = CheckpointWriter(
         folder, CheckpointStrategy(), 0, 1, 1, group=lambda: dist.new_group(backend="gloo")

@@ -13,11 +13,9 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.waiting import WAIT_TIMEOUT
+from tests.unit.train.checkpoints.test_compiled import saved
 from unirun.errors import CheckpointDamaged, UsageError
-from unirun.train.checkpoints import CheckpointStrategy, Folder, Manifest
 from unirun.train.checkpoints.state import load, put_into, state_at
-from unirun.train.checkpoints.writer import CheckpointWriter
 
 pytestmark = pytest.mark.leaves
 
@@ -56,17 +54,6 @@ class Training:
 
 def whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def saved(path: Path, state: Any) -> tuple[Folder, Manifest]:
-    folder = Folder(str(path))
-    writer = CheckpointWriter(
-        folder, CheckpointStrategy(), 0, 1, 1, group=lambda: dist.new_group(backend="gloo")
-    )
-    writer.save(state, {})
-    writer.commit(1).result(WAIT_TIMEOUT)
-    writer.close()
-    return folder, folder.manifest(1)
 
 
 @KINDS

@@ -125,7 +125,7 @@ class Asking(Files):
 def test_a_process_of_a_dataloader_has_its_turns_of_what_is_not_indexed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A stream that would give each process another part gives all of it. Whoever reads files knows its process."""
+    """A stream that divides itself among processes gives all of its samples. A reader of files knows its process."""
 
     def read(dataset: Any, process: int) -> list[Any]:
         info = torch_worker.WorkerInfo(id=process, num_workers=2, seed=0, dataset=dataset)
