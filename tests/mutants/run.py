@@ -27,8 +27,9 @@ ENOUGH = 0.9
 
 PYTEST = (
     *("-p", "tests.mutants.plugin", "--hypothesis-profile=mutants", "--timeout=120"),
-    *("-p", "no:cacheprovider", "-p", "no:unraisableexception"),
+    *("-p", "no:cacheprovider", "-p", "no:unraisableexception", "-p", "no:threadexception"),
 )
+"""A thread of a test that has failed may raise when pytest ends, which mutmut takes for a run that could not begin."""
 
 SETTINGS = {
     "source_paths": "unirun",

@@ -182,6 +182,32 @@ def test_a_handshake_that_has_had_its_time_makes_room_for_another_of_its_address
     assert listener.out == old[:1]
 
 
+def test_a_known_address_has_room_for_more_handshakes_before_one_has_to_end() -> None:
+    listener = Listener()
+    # All connections wait before the first begins: the listener looks at them later.
+    for number in range(KNOWN - 1):
+        listener.strangers.arrives(number, OURS)
+        listener.strangers.next()
+    listener.strangers.arrives(KNOWN - 1, OURS)
+    listener.now = MIN_HANDSHAKE_SECONDS
+    assert listener.strangers.overdue() == []
+    assert listener.strangers.next() == KNOWN - 1
+    listener.strangers.arrives(KNOWN, OURS)
+    assert listener.strangers.next() is None
+    assert listener.strangers.overdue() == [0]
+
+
+def test_an_address_that_has_proved_the_token_is_known_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when so many others came that the listener keeps nothing else about it."""
+    monkeypatch.setattr(handshake, "ORIGINS", 2)
+    listener = Listener()
+    listener.end(*listener.connect("1.1.1.1"), proved=True)
+    for number in range(4):
+        listener.end(*listener.connect(f"2.2.2.{number}"))
+    assert "1.1.1.1" not in listener.strangers._origins
+    assert len(listener.connect("1.1.1.1", EACH + 1)) == EACH + 1
+
+
 def test_a_silent_handshake_for_which_no_other_waits_goes_on() -> None:
     listener = Listener()
     listener.connect("1.1.1.1", EACH)

@@ -207,9 +207,13 @@ class TestStreamAuthentication:
         async def main() -> None:
             server = Refusing(endpoint)
             assert isinstance(endpoint.address, TcpAddress)
-            await (await connect(replace(endpoint.address, node=""), endpoint.credentials)).close()
+            nameless, elsewhere = (replace(endpoint.address, node=node) for node in ("", "elsewhere"))
+            await (await connect(nameless, endpoint.credentials)).close()
+            (await asyncio.to_thread(BlockingStream.connect, nameless, endpoint.credentials)).close()
             with pytest.raises(AuthError, match="is not node elsewhere of this job"):
-                await connect(replace(endpoint.address, node="elsewhere"), endpoint.credentials)
+                await connect(elsewhere, endpoint.credentials)
+            with pytest.raises(AuthError, match="is not node elsewhere of this job"):
+                await asyncio.to_thread(BlockingStream.connect, elsewhere, endpoint.credentials)
             server.close()
 
         asyncio.run(main())
