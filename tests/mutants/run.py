@@ -26,7 +26,7 @@ ENOUGH = 0.9
 """The share of a room's mutants, without the equivalent ones, that tests have to notice."""
 
 PYTEST = (
-    *("-p", "tests.mutants.plugin", "--hypothesis-profile=mutants", "--timeout=120"),
+    *("-p", "tests.mutants.plugin", "--hypothesis-profile=mutants", "--timeout=40"),
     *("-p", "no:cacheprovider", "-p", "no:unraisableexception", "-p", "no:threadexception"),
 )
 """A thread of a test that has failed may raise when pytest ends, which mutmut takes for a run that could not begin."""

@@ -175,7 +175,12 @@ class Consumer:
         """Take what has come, at least one item and at most so many."""
         while True:
             news = self._news
-            found = self._taken(most, feeds)
+            try:
+                found = self._taken(most, feeds)
+            except QueueEnded:
+                if not self._ready:
+                    raise
+                found = None
             if found is None and self._ready:
                 found = self._taken(len(self._ready), feeds)
             if found is not None:
