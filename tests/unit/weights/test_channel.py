@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.weights.test_histories import Channel, content, same
-from unirun.errors import PeerLost, UsageError, WeightsTimeout
+from unirun.errors import PeerLost, UsageError, WeightsError, WeightsTimeout
 from unirun.weights.channel import VERSION_REPORT_INTERVAL
 from unirun.wire.reports import FROM
 
@@ -76,6 +77,21 @@ class Pair:
 
     def close(self) -> None:
         self.open = False
+
+
+def test_a_receiver_loads_what_all_publishers_have_saved(channel: Channel, tmp_path: Path) -> None:
+    url, reader = str(tmp_path / "policy"), channel.readers[0].channel
+    with pytest.raises(WeightsError):
+        reader.load(url, content(0, 1))
+    for publisher in channel.publishers.values():
+        publisher.save(url)
+    got = {name: torch.zeros_like(value) for name, value in content(0, 1).items()}
+    assert reader.load(url, got) == 1
+    assert same(got, content(0, 1))
+    with pytest.raises(WeightsError, match="from version 2 on"):
+        reader.load(url, got, min_version=2)
+    with pytest.raises(UsageError, match="receives channel .*; save in its publisher"):
+        reader.save(url)
 
 
 def test_a_process_group_ends_with_the_publisher_that_it_was_formed_with(channel: Channel) -> None:

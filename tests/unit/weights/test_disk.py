@@ -83,6 +83,26 @@ def test_every_dtype_comes_back_bit_for_bit_and_is_read_by_others(url: str) -> N
     assert [name for name in theirs if not same(theirs[name], sent[name])] == []
 
 
+def test_a_file_says_which_framework_wrote_it(url: str) -> None:
+    """transformers refuses a file that does not."""
+    (path,) = save(url, 1, {"a": torch.ones(2)})
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    assert metadata.keys() == {"format", LAYOUT}
+    assert metadata["format"] == "pt"
+
+
+def test_tensors_that_are_one_here_and_were_two_are_an_error(url: str) -> None:
+    save(url, 1, {"a": torch.ones(2), "b": torch.zeros(2)})
+    both = torch.full((2,), 5.0)
+    with pytest.raises(WeightsError, match="do not fit the receiver"):
+        load(url, {"a": both, "b": both})
+    assert both.tolist() == [5.0, 5.0]
+    save(url, 2, {"a": torch.ones(2), "b": torch.ones(2)})
+    assert load(url, {"a": both, "b": both}) == 2
+    assert both.tolist() == [1.0, 1.0]
+
+
 def test_what_was_cut_is_loaded_in_another_cut(url: str) -> None:
     whole = torch.randn(6, 4)
     save(url, 0, *halves(whole))

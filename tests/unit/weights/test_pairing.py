@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +21,10 @@ from unirun.roles.transport.frames import offsets
 from unirun.weights import hub, pairing
 from unirun.weights.hub import Hub
 from unirun.weights.messages import Fetch
-from unirun.weights.pairing import PairGroup, buckets, checksum
+from unirun.weights.pairing import NCCL_POLL_INTERVAL, PairGroup, buckets, checksum
 from unirun.weights.publishing import Publisher
 
-pytestmark = [pytest.mark.starts_processes, pytest.mark.leaves]
+pytestmark = pytest.mark.leaves
 
 CPU = torch.device("cpu")
 
@@ -130,6 +130,13 @@ def test_both_ends_of_a_pair_meet_in_the_same_generations_of_both_roles_and_in_n
     ours: tuple[int, int], theirs: tuple[int, int]
 ) -> None:
     places: list[tuple[Any, int, str]] = []
+    overs: list[Callable[[], bool]] = []
+    known: list[dict[str, Any]] = []
+
+    def made(place: Any, rank: int, backend: str, patience: float, over: Callable[[], bool]) -> None:
+        places.append((place, rank, backend))
+        overs.append(over)
+        assert patience == 1.0
 
     def at(generations: tuple[int, int]) -> Any:
         roles = {
@@ -138,23 +145,27 @@ def test_both_ends_of_a_pair_meet_in_the_same_generations_of_both_roles_and_in_n
         }
         peers = SimpleNamespace(known=roles.__getitem__, roles=lambda: roles, when_changed=lambda _: None)
         session = SimpleNamespace(sockets=None)
+        known.append(roles)
         return Hub(SimpleNamespace(peers=peers, session=session, role="actor", rank=3))  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
         stores = SimpleNamespace(PrefixStore=lambda prefix, store: (prefix, store), DistError=dist.DistError)
         patch.setattr(hub, "dist", stores)
         patch.setattr(hub, "store_of", lambda role: f"store of {role.name}")
-        patch.setattr(
-            hub,
-            "PairGroup",
-            lambda place, rank, backend, patience, over: places.append((place, rank, backend)),
-        )
+        patch.setattr(hub, "PairGroup", made)
         # As `Publisher` makes its end, and as `WeightsChannel` makes the other.
         at(ours)._paired("policy", "rollout:1 0", "gloo 7", 1.0)
         at(theirs).pair("policy", "actor", "rollout", 1, "rollout:1 0 3 gloo 7", 1.0)
     (mine, *rest), (other, *others) = places
     assert (mine == other) == (ours == theirs)
     assert (rest, others) == ([0, "gloo"], [1, "gloo"])
+    # Each end is over when one of the roles has another generation, or is gone.
+    for roles, role, over in zip(known, ("actor", "rollout"), overs, strict=True):
+        assert not over()
+        before = roles.pop(role)
+        assert over()
+        roles[role] = SimpleNamespace(name=role, generation=before.generation + 1)
+        assert over()
 
 
 class Slow:
@@ -211,6 +222,39 @@ def test_who_waits_is_told_when_the_other_end_closes() -> None:
 def test_a_deadline_ends_the_wait() -> None:
     with ends() as (_, receiver), pytest.raises(GroupError):
         receiver.receive([100], CPU, time.monotonic() + 0.1)
+
+
+@pytest.mark.parametrize("ends", ["with the transfer", "at the deadline", "with the role"])
+def test_a_transfer_of_nccl_is_looked_at_until_its_wait_ends(
+    monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    now = 100.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        assert seconds == NCCL_POLL_INTERVAL
+        now += seconds
+
+    monkeypatch.setattr(pairing, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    end = 100.0 + 5 * NCCL_POLL_INTERVAL
+    pair: Any = object.__new__(PairGroup)
+    pair._backend, pair._over = "nccl", lambda: ends == "with the role" and now >= end
+    work = SimpleNamespace(is_completed=lambda: ends == "with the transfer" and now >= end)
+    deadline = end if ends == "at the deadline" else end + 1.0
+    with nullcontext() if ends == "with the transfer" else pytest.raises(GroupError, match="did not end"):
+        pair._wait(work, deadline)
+    assert now == pytest.approx(end)
+
+
+def test_a_wait_that_has_no_time_left_is_as_short_as_gloo_can_have_it() -> None:
+    limits: list[float] = []
+    work = SimpleNamespace(wait=lambda limit: limits.append(limit.total_seconds()))
+    pair: Any = object.__new__(PairGroup)
+    pair._backend = "gloo"
+    pair._wait(work, time.monotonic() - 1.0)
+    pair._wait(work, time.monotonic() + 1000.0)
+    assert limits[0] == 0.001
+    assert 900.0 < limits[1] <= 1000.0
 
 
 def test_nobody_at_the_other_end() -> None:

@@ -218,6 +218,7 @@ def test_versions_are_brought_into_each_engine_that_answers(host: Host) -> None:
     assert has(one, second)
     assert has(other, second)
     assert (one.version, one.paused, one.transfer.cleared) == ("2", "", True)
+    assert (one.seen.count("/update_weights"), other.seen.count("/update_weights")) == (2, 2)
 
 
 @pytest.mark.parametrize("host", ["lent, kept"], indirect=True)

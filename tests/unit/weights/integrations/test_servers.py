@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -325,6 +325,32 @@ def test_a_server_that_says_nothing_is_waited_for_until_the_deadline(servers: Se
         assert "start it again" in caught.value.remedy
     finally:
         ends.set()
+
+
+def test_a_server_whose_answer_trickles_is_waited_for_until_the_deadline() -> None:
+    """Each byte comes soon after the one before."""
+    gone = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answers() -> None:
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n{")
+                for _ in range(200):
+                    connection.sendall(b" ")
+                    gone.wait(0.02)
+                connection.sendall(b"}")
+
+        thread = threading.Thread(target=answers)
+        thread.start()
+        client = vllm.VLLMClient(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.2)
+        try:
+            with pytest.raises(ServerTimeout):
+                client.post("/pause")
+        finally:
+            gone.set()
+            thread.join(WAIT_TIMEOUT)
 
 
 @pytest.mark.parametrize("stalls", [False, True])

@@ -36,8 +36,9 @@ def sent(scope: Scope) -> list[Message]:
     """All that the guard sends, or ``passed`` from the application behind it."""
     messages: list[Message] = []
 
-    async def application(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "passed"})
+    async def application(given: Scope, receives: Receive, sends: Send) -> None:
+        assert (given, receives) == (scope, receive)
+        await sends({"type": "passed"})
 
     async def receive() -> Message:
         raise AssertionError("the guard reads nothing of a request")
@@ -60,10 +61,12 @@ def passes(scope: Scope) -> bool:
 def reason(scope: Scope) -> str:
     """The words of the refusal, which is complete."""
     start, body = sent(scope)
-    assert (start["type"], start["status"]) == ("http.response.start", 403)
-    assert dict(start["headers"])[b"content-length"] == str(len(body["body"])).encode()
+    length = str(len(body["body"])).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", length)]
+    assert start == {"type": "http.response.start", "status": 403, "headers": headers}
+    assert body["type"] == "http.response.body"
     error = json.loads(body["body"])["error"]
-    assert error["code"] == 403
+    assert error == {"message": error["message"], "type": "Forbidden", "param": None, "code": 403}
     return str(error["message"])
 
 
