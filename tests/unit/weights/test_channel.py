@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,6 +149,19 @@ def test_versions_that_follow_each_other_are_told_once_a_moment_later(channel: C
     channel.job.later(VERSION_REPORT_INTERVAL)
     assert not channel.job.timers
     channel.versions_are_told()
+
+
+@pytest.mark.parametrize("wanted", [None, 1, 2])
+def test_a_receiver_has_the_version_of_another_while_there_is_no_publisher(
+    channel: Channel, wanted: int | None
+) -> None:
+    """If it is the one that it wants, or a later one."""
+    first, second = (channel.readers[rank] for rank in (0, 1))
+    assert first.channel.receive(first.tensors, timeout=1.0) == 1
+    channel.die()
+    with pytest.raises(WeightsTimeout) if wanted == 2 else nullcontext():
+        assert second.channel.receive(second.tensors, min_version=wanted, timeout=1.0) == 1
+        assert same(second.tensors, content(0, 1))
 
 
 def begin_again(channel: Channel, rank: int) -> None:

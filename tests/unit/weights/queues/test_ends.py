@@ -227,6 +227,15 @@ class TestTheGate:
         job.dies(other.worker)
         assert begun(rollout) == FIRST
 
+    def test_a_producer_that_asks_for_nothing_tells_its_counts_all_the_same(
+        self, job: Job, rollout: End, actor: End
+    ) -> None:
+        other = End(job.starts("rollout", 1, "a"))
+        other.queue.put("a value", version=0)
+        with pytest.raises(QueueTimeout):
+            actor.queue.get_batch(2, timeout=0.1)
+        assert begun(rollout) == FIRST - 1
+
     @pytest.mark.parametrize("phase", ["ended", "lost"])
     def test_a_producer_that_does_not_listen_or_has_ended_is_not_waited_for(
         self, job: Job, rollout: End, actor: End, phase: str
