@@ -439,6 +439,46 @@ class TestRandomNumbers:
         assert len({*whole}) == 6
 
 
+def test_each_seed_has_an_order_of_its_own() -> None:
+    orders = []
+    for seed in (0, 1, 1, 2):
+        session = Session(datasets={None: range(100)})
+        orders.append([*session.shard(None, shuffle=True, seed=seed)])
+        session.close()
+    assert orders[1] == orders[2]
+    assert len({*map(tuple, orders)}) == 3
+    assert all(sorted(order) == [*range(100)] for order in orders)
+
+
+def test_a_run_that_goes_on_has_what_is_left_of_each_dataset_and_loader(folder: Folder) -> None:
+    def sources(session: Session) -> list[Any]:
+        loaders = [DataLoader(TensorDataset(torch.arange(size)), batch_size=2) for size in (12, 20)]
+        return [
+            session.shard("a", shuffle=True, seed=3),
+            session.shard("b", shuffle=True, block=2),
+            *map(session.adopt, loaders),
+        ]
+
+    def samples(source: Any, count: int | None = None) -> list[Any]:
+        each = source if isinstance(source, Iterator) else iter(source)
+        found = [next(each) for _ in range(count)] if count is not None else [*each]
+        return [one[0].tolist() if isinstance(one, list) else one for one in found]
+
+    datasets = {"a": range(9), "b": range(100, 110)}
+    whole = [samples(source) for source in sources(Session(datasets=datasets))]
+    writer = CheckpointWriter(folder, CheckpointStrategy(), 0, 1, 1)
+    session = Session(datasets=datasets, writer=writer)
+    under_way = [iter(source) for source in sources(session)]
+    before = [samples(source, 1 + number) for number, source in enumerate(under_way)]
+    session.save({})
+    session.commit(1).result(WAIT_TIMEOUT)
+    session.close()
+    resumed = Session(datasets=datasets, resume=(folder, folder.manifest(1)))
+    after = [samples(source) for source in sources(resumed)]
+    assert [one + other for one, other in zip(before, after, strict=True)] == whole
+    resumed.close()
+
+
 class Gathering:
     """An object whose state dict takes long, as that of a model of which each rank has a part."""
 
@@ -485,6 +525,10 @@ def test_files_of_a_rank_are_saved_with_its_state_and_found_when_the_run_goes_on
     assert place is not None
     assert (place / "note.txt").read_text() == "mine"
     assert resumed.files(1) is None
+    functions.enter(resumed)
+    assert train.checkpoint_files() == train.checkpoint_files(0) == place
+    assert train.checkpoint_files(1) is None
+    functions.enter(None)
     resumed.close()
 
 
