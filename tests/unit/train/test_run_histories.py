@@ -239,7 +239,12 @@ class Workers:
         self._turn = 0
         self.generation = 0
         self.world_size = 0
+        self.grown: list[int] = []
+        """The rounds after which more ranks were asked for."""
         self._begin()
+
+    def grow(self) -> None:
+        self.grown.append(len(self._run.recorded.rounds))
 
     def _begin(self) -> None:
         self._lost, self._attempt, self._failed = None, self._attempt + 1, 0
@@ -454,7 +459,7 @@ class Run:
             max_failures=-1,
             retry=(Flaky,),
             elastic=True,
-            grow_every=1e9,
+            grow_every=0.0,
         )
 
     def folder(self) -> Folder:
@@ -594,6 +599,11 @@ def calm(tmp_path: Path) -> Iterator[Run]:
     run = Run(CALM, tmp_path)
     yield run
     run.workers.end()
+
+
+def test_more_ranks_are_asked_for_after_each_round_with_a_checkpoint(calm: Run) -> None:
+    calm.to_its_end()
+    assert calm.workers.grown == [2, 4, 6]
 
 
 @pytest.mark.parametrize("rounds", range(ROUNDS + 1))

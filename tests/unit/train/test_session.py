@@ -464,7 +464,7 @@ def test_a_run_that_goes_on_has_what_is_left_of_each_dataset_and_loader(folder: 
         found = [next(each) for _ in range(count)] if count is not None else [*each]
         return [one[0].tolist() if isinstance(one, list) else one for one in found]
 
-    datasets = {"a": range(9), "b": range(100, 110)}
+    datasets: dict[str | None, Any] = {"a": range(9), "b": range(100, 110)}
     whole = [samples(source) for source in sources(Session(datasets=datasets))]
     writer = CheckpointWriter(folder, CheckpointStrategy(), 0, 1, 1)
     session = Session(datasets=datasets, writer=writer)
