@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -105,6 +106,10 @@ FINAL_COPY_TIMEOUT = 30.0
 
 CATCH_UP_TIMEOUT = 15.0
 """Seconds to wait until the copy has what hosts had written."""
+
+
+LOCK_RETRY_INTERVAL = 0.01
+"""Seconds between two attempts to take the lock of a directory that another process looks at."""
 
 
 def record_hosts(job: JobDir, hosts: Sequence[Host]) -> None:
@@ -282,13 +287,26 @@ def main(run_id: str, told: int, lock: int | None = None) -> int:
     job = job_at(run_id)
     if lock is None:
         lock = os.open(job.lock, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _takes(job, lock):
             # Another one was faster.
             return 0
     asyncio.run(_copy_all(job, told))
     return 0
+
+
+def _takes(job: JobDir, lock: int) -> bool:
+    """Take the lock of the job's directory. False if another process holds it, for longer than the moment in which one
+    looks whether it is held."""
+    deadline = time.monotonic() + CATCH_UP_TIMEOUT
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if job.is_locked():
+                return False
+        time.sleep(LOCK_RETRY_INTERVAL)
+    return False
 
 
 async def _copy_all(job: JobDir, told: int) -> None:

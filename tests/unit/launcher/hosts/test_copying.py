@@ -83,6 +83,29 @@ def test_of_several_processes_that_would_copy_one_does(home: Path, monkeypatch: 
             os.close(int(number))
 
 
+def test_a_process_that_looks_whether_the_job_lives_keeps_no_copy_from_beginning(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = copy(HEAD)
+    looks, takes = (os.open(job.lock, os.O_RDONLY) for _ in range(2))
+    fcntl.flock(looks, fcntl.LOCK_SH)
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            fcntl.flock(looks, fcntl.LOCK_UN)
+
+    monkeypatch.setattr(copying.time, "sleep", sleep)
+    assert copying._takes(job, takes)
+    assert waits == [copying.LOCK_RETRY_INTERVAL] * 3
+    assert not copying._takes(job, looks), "it is held now"
+    assert len(waits) == 3
+    os.close(takes)
+    fcntl.flock(looks, fcntl.LOCK_SH)
+    os.close(looks)
+
+
 class FakePopen:
     """The process that copies, which has the descriptors of the latest call of `subprocess.Popen`."""
 
