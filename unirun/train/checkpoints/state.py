@@ -164,25 +164,30 @@ def encode(state: Mapping[str, Any], file: Any) -> None:
 
 def _unsavable(state: Any, error: Exception) -> UsageError:
     """`error`, with the name of the part of `state` that it is about."""
-    name = _culprit(state, "", ()) or "this state"
+    name = _culprit(state, "", set()) or "this state"
     return UsageError(
         f"{name} cannot be saved: {type(error).__name__}: {error}", "save tensors, state dicts and plain data"
     )
 
 
-def _culprit(value: Any, name: str, around: tuple[int, ...]) -> str:
-    """The name of the innermost part that cannot be pickled. `around` has the identities of the values around it, which
-    ends a circle."""
+def _culprit(value: Any, name: str, seen: set[int]) -> str:
+    """The name of the innermost part that cannot be pickled; empty if all such parts lead back to those that were `seen`,
+    by their identities."""
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         parts = value.items()
     elif isinstance(value, list | tuple):
         parts = enumerate(value)
-    inside = (*around, id(value))
+    seen.add(id(value))
+    leads_back = False
     for key, each in parts:
-        if id(each) not in inside and not _can_be_saved(each):
-            return _culprit(each, f"{name}[{key!r}]" if name else str(key), inside)
-    return name
+        if id(each) in seen:
+            leads_back = True
+        elif not _can_be_saved(each):
+            if found := _culprit(each, f"{name}[{key!r}]" if name else str(key), seen):
+                return found
+            leads_back = True
+    return "" if leads_back else name
 
 
 def _can_be_saved(value: Any) -> bool:

@@ -99,6 +99,14 @@ def test_the_search_for_what_cannot_be_pickled_ends_in_a_circle(back: bool) -> N
         encode(circle, io.BytesIO())
 
 
+def test_a_part_that_only_leads_back_is_not_what_cannot_be_pickled() -> None:
+    state: dict[str, Any] = {"model": [], "pair": (), "lock": threading.Lock()}
+    state["model"].append(state)
+    state["pair"] = ({"again": state["model"]},)
+    with pytest.raises(UsageError, match="^lock cannot be saved: "):
+        encode(state, io.BytesIO())
+
+
 def test_models_and_optimizers_are_their_states_wherever_they_are() -> None:
     models = [nn.Linear(1, 1), nn.Linear(2, 1)]
     optimizer = torch.optim.SGD(models[0].parameters(), lr=0.5)
