@@ -54,7 +54,7 @@ def role(generation: int) -> RoleView:
 
 
 class Hooks(Backend):
-    """Notes what it is told."""
+    """Keeps all messages."""
 
     def __init__(self) -> None:
         self.told: list[str] = []

@@ -171,8 +171,8 @@ def _unsavable(state: Any, error: Exception) -> UsageError:
 
 
 def _culprit(value: Any, name: str, seen: set[int]) -> str:
-    """The name of the innermost part that cannot be pickled; empty if all such parts lead back to those that were `seen`,
-    by their identities."""
+    """The name of the innermost part that cannot be pickled; empty if all such parts lead back to those that were
+    `seen`, by their identities."""
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         parts = value.items()
