@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.weights.test_histories import Channel, content, same
+from tests.unit.weights.test_histories import Channel, content, cut, same
 from unirun.errors import PeerLost, UsageError, WeightsError, WeightsTimeout
 from unirun.weights.channel import VERSION_REPORT_INTERVAL
 from unirun.wire.reports import FROM
@@ -93,6 +93,30 @@ def test_a_receiver_loads_what_all_publishers_have_saved(channel: Channel, tmp_p
         reader.load(url, got, min_version=2)
     with pytest.raises(UsageError, match="receives channel .*; save in its publisher"):
         reader.save(url)
+
+
+def test_what_is_attached_is_synchronized_by_the_name_of_the_channel(channel: Channel) -> None:
+    reader = channel.readers[0]
+    for rank, publisher in channel.publishers.items():
+        publisher.attach(cut(content(0, 2), rank, 0))
+    reader.channel.attach(reader.tensors)
+    for rank in channel.publishers:
+        assert channel.job.workers["actor", rank].synced["policy"](2, None) == 2
+    assert reader.worker.synced["policy"](2, 1.0) == 2
+    assert same(reader.tensors, content(0, 2))
+    with pytest.raises(WeightsTimeout):
+        reader.worker.synced["policy"](3, 1.0)
+    reader.channel.close()
+    assert reader.worker.synced == {}
+
+
+def test_tensors_that_cannot_be_described_yet_are_waited_for_until_the_time_is_over(channel: Channel) -> None:
+    reader = channel.readers[0]
+    channel.die()
+    began = channel.job.now
+    with pytest.raises(WeightsTimeout, match="actor:0 does not publish"):
+        reader.channel.describe(0.5)
+    assert channel.job.now == pytest.approx(began + 0.5)
 
 
 def test_a_process_group_ends_with_the_publisher_that_it_was_formed_with(channel: Channel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import fsspec
@@ -247,13 +248,14 @@ def test_a_file_that_has_other_tensors_than_its_layout_says_is_told(
 def test_of_another_store_only_the_files_are_fetched_that_have_what_is_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole, fetched = torch.randn(6, 4), list[str]()
+    whole, fetched, copies = torch.randn(6, 4), list[str](), list[Path]()
     save("memory://halves", 1, *halves(whole))
     files = fsspec.filesystem("memory")
     get = files.get_file
 
     def counted(path: str, name: str) -> None:
         fetched.append(path)
+        copies.append(Path(name))
         get(path, name)
 
     monkeypatch.setattr(files, "get_file", counted)
@@ -261,6 +263,9 @@ def test_of_another_store_only_the_files_are_fetched_that_have_what_is_needed(
     load("memory://halves", {"w": LocalShard(got, shape=(6, 4), start=(3, 0))})
     assert torch.equal(got, whole[3:])
     assert fetched == ["/halves/1/00001-of-00002.safetensors"]
+    (copy,) = copies
+    assert copy.parent.parent == Path(tempfile.gettempdir())
+    assert not copy.parent.exists(), "no copy is left"
 
 
 def test_a_version_is_found_that_another_process_has_saved_since_the_last_look(

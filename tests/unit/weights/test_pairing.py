@@ -15,14 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.waiting import WAIT_TIMEOUT
-from unirun.errors import GroupError
+from unirun.errors import GroupError, PeerLost
 from unirun.roles.process_groups import dist
-from unirun.roles.transport.frames import offsets
+from unirun.roles.transport.frames import ALIGN, offsets
+from unirun.values import WorkerId
 from unirun.weights import hub, pairing
 from unirun.weights.hub import Hub
 from unirun.weights.messages import Fetch
-from unirun.weights.pairing import NCCL_POLL_INTERVAL, PairGroup, buckets, checksum
+from unirun.weights.pairing import NCCL_POLL_INTERVAL, PairGroup, buckets, checksum, joined
 from unirun.weights.publishing import Publisher
+from unirun.weights.sources import RemoteSource
+from unirun.weights.tensors import Box, NamedBox, layout_of
 
 pytestmark = pytest.mark.leaves
 
@@ -45,6 +48,33 @@ def test_buckets_have_every_byte_once_and_are_full_but_for_the_last(sizes: list[
     assert low == total
     assert torch.equal(run, wanted)
     assert all(length == most for length, _ in found[:-1])
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 300)), max_size=20))
+def test_tensors_behind_each_other_in_memory_are_one_and_the_run_is_the_same(
+    parts: list[tuple[int, int]],
+) -> None:
+    """Each part lies so many times 64 bytes behind the one before, or with 3 in memory of its own."""
+    memory = torch.randint(256, (20 * 1024,), dtype=torch.uint8)
+    flat, at, count = [], 0, 0
+    for gap, size in parts:
+        if gap == 3:
+            flat.append(torch.randint(256, (size,), dtype=torch.uint8))
+        else:
+            at += gap * ALIGN
+            flat.append(memory[at : at + size])
+            at += -(-size // ALIGN) * ALIGN
+        behind = len(flat) > 1 and parts[len(flat) - 2][0] != 3 and gap == 0
+        count += not behind
+    found = joined(flat)
+    assert len(found) == count
+    places, total = offsets([each.nbytes for each in found])
+    run = torch.zeros(total, dtype=torch.uint8)
+    for place, each in zip(places, found, strict=True):
+        run[place : place + each.nbytes] = each
+    assert offsets([each.nbytes for each in flat])[1] == total
+    for place, each in zip(offsets([each.nbytes for each in flat])[0], flat, strict=True):
+        assert torch.equal(run[place : place + each.nbytes], each)
 
 
 @contextmanager
@@ -271,6 +301,7 @@ class FakePair:
 
     def send(self, tensors: Sequence[torch.Tensor], deadline: float, *, checked: bool) -> None:
         assert self.is_open
+        assert deadline == 51.0
         if self.fails:
             raise GroupError("the other end is gone")
 
@@ -288,7 +319,7 @@ def test_a_group_serves_one_link_until_it_fails_and_ends_then(history: list[tupl
         made[-1].fails = failing
         return made[-1]
 
-    publisher = Publisher("policy", pairing=forms)
+    publisher = Publisher("policy", pairing=forms, now=lambda: 50.0)
     for link, failing in history:
         known = made[-1] if made and made[-1].is_open and made[-1].link == link else None
         if known is not None:
@@ -299,3 +330,39 @@ def test_a_group_serves_one_link_until_it_fails_and_ends_then(history: list[tupl
         assert [pair.is_open for pair in made] == [False] * (len(made) - 1) + [not failing]
     publisher.close()
     assert not any(pair.is_open for pair in made)
+
+
+def test_a_reader_forms_a_group_for_its_link_and_receives_through_it_until_it_fails() -> None:
+    formed: list[tuple[str, float]] = []
+    whole = torch.arange(6, dtype=torch.int16).view(2, 3)
+    box = Box((0, 0), (2, 3))
+
+    class Pair:
+        fails = is_open = True
+
+        def receive(self, sizes: list[int], device: torch.device, deadline: float, *, checked: bool) -> Any:
+            assert (sizes, device, deadline, checked) == ([12], CPU, 5.0, False)
+            if self.fails:
+                raise GroupError("the other end is gone")
+            return [whole.view(-1).view(torch.uint8)]
+
+        def close(self) -> None:
+            self.is_open = False
+
+    def forms(link: str, deadline: float) -> Any:
+        formed.append((link, deadline))
+        return pair
+
+    line = SimpleNamespace(who=WorkerId("actor", 0, 0))
+    source = RemoteSource("policy", line, "me", backend="gloo", checked=False, pairing=forms)  # type: ignore[arg-type]
+    source._link, pair = "gloo 7", Pair()
+    takes, layout = [NamedBox("w", box)], layout_of({"w": whole})
+    with pytest.raises(PeerLost, match="actor:0 did not send its weights: the other end is gone"):
+        source.linked(takes, layout, 5.0, CPU)
+    assert not pair.is_open
+    pair.fails = False
+    for _ in range(2):
+        (found,) = source.linked(takes, layout, 5.0, CPU)
+        assert torch.equal(found, whole)
+    assert source.linked([], layout, 5.0, CPU) == []
+    assert formed == [("gloo 7", 5.0)] * 2, "once more after the failure"

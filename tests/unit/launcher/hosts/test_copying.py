@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import os
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,7 +97,7 @@ def test_a_process_that_looks_whether_the_job_lives_keeps_no_copy_from_beginning
         if len(waits) == 3:
             fcntl.flock(looks, fcntl.LOCK_UN)
 
-    monkeypatch.setattr(copying.time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     assert copying._takes(job, takes)
     assert waits == [copying.LOCK_RETRY_INTERVAL] * 3
     assert not copying._takes(job, looks), "it is held now"
