@@ -394,6 +394,9 @@ def test_the_key_of_a_server_is_sent(servers: ServersHarness) -> None:
     server = servers.server("vllm", tensors())
     vllm.VLLMClient(server.url, timeout=WAIT_TIMEOUT, api_key="secret").start_weight_update()
     assert server.headers["Authorization"] == "Bearer secret"
+    assert server.headers["Content-Type"] == "application/json"
+    vllm.VLLMClient(server.url, timeout=WAIT_TIMEOUT).finish_weight_update()
+    assert "Authorization" not in server.headers
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "https://host", "http://", "http://host/v1"])

@@ -141,6 +141,23 @@ def test_those_that_wait_are_admitted_in_their_order() -> None:
     assert asyncio.run(waits()) == [0, 1, 2, 3, 4]
 
 
+def test_an_item_uses_the_admission_of_its_own_thread_though_another_one_has_an_older_one() -> None:
+    rollouts = Rollouts(Bound(2, 0, None))
+    older = rollouts.admit()
+
+    def admits_and_puts() -> Any:
+        own = rollouts.admit()
+        rollouts.put()
+        return own
+
+    with ThreadPoolExecutor(1) as pool:
+        used = pool.submit(admits_and_puts).result(WAIT_TIMEOUT)
+    used.reject()
+    assert rollouts.open == 1, "it was used already"
+    older.reject()
+    assert rollouts.open == 0
+
+
 def test_a_task_that_is_cancelled_leaves_its_place_to_others() -> None:
     rollouts = Rollouts(Bound(1, 0))
 
