@@ -15,9 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.weights.job import Job
 from tests.unit.weights.test_histories import Channel, content, cut, same
 from unirun.errors import PeerLost, UsageError, WeightsError, WeightsTimeout
-from unirun.weights.channel import VERSION_REPORT_INTERVAL
+from unirun.weights.channel import VERSION_REPORT_INTERVAL, WeightsChannel
 from unirun.wire.reports import FROM
 
 
@@ -117,6 +118,71 @@ def test_tensors_that_cannot_be_described_yet_are_waited_for_until_the_time_is_o
     with pytest.raises(WeightsTimeout, match="actor:0 does not publish"):
         reader.channel.describe(0.5)
     assert channel.job.now == pytest.approx(began + 0.5)
+
+
+@pytest.mark.parametrize(("behind", "allowed"), [(0, 0), (0, 1), (1, 1), (1, 0), (2, 1)])
+def test_nothing_is_copied_as_long_as_the_version_that_is_there_is_new_enough(
+    channel: Channel, behind: int, allowed: int
+) -> None:
+    reader = channel.readers[0]
+    assert reader.channel.receive(reader.tensors, timeout=1.0) == 1
+    for _ in range(behind):
+        channel.all_publish(False, 0)
+    reader.tensors["b"].fill_(-1.0)
+    found = reader.channel.receive(reader.tensors, max_staleness=allowed, timeout=1.0)
+    assert found == (1 if behind <= allowed else 1 + behind)
+    assert same(reader.tensors, content(0, found) | ({"b": -torch.ones(4)} if behind <= allowed else {}))
+
+
+def test_buffers_that_no_version_has_are_named_once(
+    channel: Channel, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, value in content(0, 0).items():
+                self.register_buffer(name, value)
+            self.register_buffer("mask", torch.ones(2), persistent=False)
+            self.register_buffer("angles", torch.ones(2), persistent=False)
+
+    reader = channel.readers[0].channel
+    reader.receive(content(0, 0), timeout=1.0)
+    assert "buffers" not in capfd.readouterr().err
+    model = Model()
+    for _ in range(2):
+        reader.receive(model, timeout=1.0)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("unirun: versions of channel 'policy' do not have these buffers")
+    assert ": angles, mask; where the module" in line
+
+
+def test_the_rank_that_cannot_tell_its_version_is_named(channel: Channel) -> None:
+    reader = channel.readers[0].channel
+    assert reader.latest() == (0, 1)
+    channel.die()
+    with pytest.raises(PeerLost, match="^actor:0 is started again") as caught:
+        reader.latest()
+    assert caught.value.worker == "actor:0"
+
+
+def test_receivers_are_asked_a_few_at_a_time_until_one_has_the_version() -> None:
+    job = Job(actor=1, rollout=8)
+    publisher = job.starts("actor", 0, "a").makes(
+        WeightsChannel, "policy", publisher="actor", receivers=["rollout"]
+    )
+    readers = [
+        job.starts("rollout", rank, "a").makes(
+            WeightsChannel, "policy", publisher="actor", receivers=["rollout"]
+        )
+        for rank in range(8)
+    ]
+    publisher.publish(content(0, 1), 1)
+    assert readers[7].receive(content(0, 0), timeout=1.0) == 1
+    job.dies(job.workers["actor", 0])
+    got = content(0, 0)
+    assert readers[0].receive(got, timeout=1.0) == 1
+    assert same(got, content(0, 1))
+    job.close()
 
 
 def test_a_process_group_ends_with_the_publisher_that_it_was_formed_with(channel: Channel) -> None:
