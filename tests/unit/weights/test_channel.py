@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.unit.weights.job import Job
 from tests.unit.weights.test_histories import Channel, content, cut, same
 from unirun.errors import PeerLost, UsageError, WeightsError, WeightsTimeout
+from unirun.weights import hub
 from unirun.weights.channel import VERSION_REPORT_INTERVAL, WeightsChannel
 from unirun.wire.reports import FROM
 
@@ -183,6 +184,28 @@ def test_receivers_are_asked_a_few_at_a_time_until_one_has_the_version() -> None
     assert readers[0].receive(got, timeout=1.0) == 1
     assert same(got, content(0, 1))
     job.close()
+
+
+def test_only_receivers_on_another_host_than_a_publisher_share_what_they_get_and_form_groups_with_it(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs: list[tuple[Any, ...]] = []
+    near, far = channel.readers[0], channel.readers[1]
+    monkeypatch.setattr(hub.Hub, "pair", lambda self, *args: pairs.append(args))
+    for reader in (near, far):
+        reader.channel.receive(reader.tensors, timeout=1.0)
+    source = near.channel._source("actor", 0)
+    assert source is not None
+    assert (source._host, source._pairing) == ("", None)
+    source = far.channel._source("rollout", 0)
+    assert source is not None
+    assert (source._host, source._pairing) == ("", None)
+    source = far.channel._source("actor", 1)
+    assert source is not None
+    assert source._host == "b"
+    assert source._pairing is not None
+    source._pairing("gloo 3", channel.job.now + 7.0)
+    assert pairs == [("policy", "actor", "rollout", 1, "rollout:1 0 1 gloo 3", 7.0)]
 
 
 def test_a_process_group_ends_with_the_publisher_that_it_was_formed_with(channel: Channel) -> None:
