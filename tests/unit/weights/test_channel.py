@@ -20,6 +20,7 @@ from tests.unit.weights.test_histories import Channel, content, cut, same
 from unirun.errors import PeerLost, UsageError, WeightsError, WeightsTimeout
 from unirun.weights import hub
 from unirun.weights.channel import VERSION_REPORT_INTERVAL, WeightsChannel
+from unirun.weights.hub import MAX_WAIT_SECONDS
 from unirun.wire.reports import FROM
 
 
@@ -155,6 +156,16 @@ def test_buffers_that_no_version_has_are_named_once(
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("unirun: versions of channel 'policy' do not have these buffers")
     assert ": angles, mask; where the module" in line
+
+
+@pytest.mark.parametrize("timeout", [None, 2.0, float("inf")])
+def test_a_wait_is_as_long_as_it_says_or_as_a_call(channel: Channel, timeout: float | None) -> None:
+    reader = channel.readers[0]
+    reader.worker.peers.welcome = SimpleNamespace(call_timeout=7.0, roles=())  # type: ignore[assignment]
+    began, expected = channel.job.now, {None: 7.0, 2.0: 2.0}.get(timeout, MAX_WAIT_SECONDS)
+    with pytest.raises(WeightsTimeout):
+        reader.channel.receive(reader.tensors, min_version=2, timeout=timeout)
+    assert channel.job.now - began == pytest.approx(expected)
 
 
 def test_the_rank_that_cannot_tell_its_version_is_named(channel: Channel) -> None:

@@ -366,3 +366,23 @@ def test_a_reader_forms_a_group_for_its_link_and_receives_through_it_until_it_fa
         assert torch.equal(found, whole)
     assert source.linked([], layout, 5.0, CPU) == []
     assert formed == [("gloo 7", 5.0)] * 2, "once more after the failure"
+
+
+def test_a_reader_asks_for_the_same_link_until_its_group_has_ended() -> None:
+    asked: list[str] = []
+    line = SimpleNamespace(who=WorkerId("actor", 0, 0))
+    group = SimpleNamespace(receive=lambda *args, **options: [], close=lambda: None)
+    source: Any = RemoteSource("policy", line, "me", backend="gloo", pairing=lambda *_: group)  # type: ignore[arg-type]
+    source.ask = lambda request: asked.append(request.link)
+
+    def fetch() -> str:
+        source.fetch(1, [], 5.0, keep=False)
+        return asked[-1]
+
+    first = fetch()
+    source._pair = group
+    assert [fetch(), fetch()] == [first, first]
+    source.unlink()
+    second = fetch()
+    assert second != first
+    assert {each.split()[0] for each in asked} == {"gloo"}

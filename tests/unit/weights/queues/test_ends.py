@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from tests.unit.weights.job import Job, Worker
 from tests.unit.weights.queues.test_histories import AHEAD, End
 from unirun.errors import QueueEnded, QueueTimeout, UsageError
+from unirun.weights.hub import MAX_WAIT_SECONDS
 from unirun.weights.queue import QUEUE_REPORT_INTERVAL, Item, Queue
 
 FIRST = 2 * (AHEAD + 1)
@@ -256,6 +258,17 @@ class TestTheGate:
         with pytest.raises(QueueTimeout):
             rollout.queue.admit(timeout=0.7)
         assert rollout.worker.job.now == pytest.approx(began + 0.7)
+
+
+@pytest.mark.parametrize("timeout", [None, 2.0, float("inf")])
+def test_a_wait_is_as_long_as_it_says_or_as_a_call(rollout: End, actor: End, timeout: float | None) -> None:
+    job, peers = actor.worker.job, actor.worker.peers
+    peers.welcome = SimpleNamespace(call_timeout=7.0, roles=())  # type: ignore[assignment]
+    opened(actor)
+    began, expected = job.now, {None: 7.0, 2.0: 2.0}.get(timeout, MAX_WAIT_SECONDS)
+    with pytest.raises(QueueTimeout):
+        actor.queue.get(timeout=timeout)
+    assert job.now - began == pytest.approx(expected)
 
 
 def test_each_end_tells_what_it_has_and_how_long_it_has_waited(rollout: End, actor: End) -> None:
