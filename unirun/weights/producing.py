@@ -30,10 +30,9 @@ from unirun.weights.publishing import Block, Blocks
 
 
 class AwaitItem(Value, tag=True):
-    """Asks whether there is an item. Answered when there is, or not at all after `patience` seconds."""
+    """Asks whether there is an item. Answered when there is."""
 
     queue: str
-    patience: float
 
 
 class Take(Value, tag=True):
@@ -114,8 +113,8 @@ class Producer:
         self._items: deque[_Item] = deque()
         # The items that consumers have, by number, and who has them.
         self._taken: dict[int, tuple[_Item, WorkerId]] = {}
-        # Consumers that wait for an item, and when their time is over.
-        self._waiting: list[tuple[Reply, float]] = []
+        # Those of consumers that wait for an item.
+        self._waiting: list[Reply] = []
         # Those that wait with an item until there is room, in the order in which they have come.
         self._full: dict[Future[None], None] = {}
         self._most = 1
@@ -231,10 +230,10 @@ class Producer:
 
     def _woken(self) -> list[Reply]:
         """The consumers that wait for an item, when there is one."""
-        now = self._now()
-        waiting = [each for each in self._waiting if each[1] > now]
-        self._waiting = [] if self._items else waiting
-        return [reply for reply, _ in waiting] if self._items else []
+        if not self._items:
+            return []
+        woken, self._waiting = self._waiting, []
+        return woken
 
     def _tell(self, woken: list[Reply]) -> None:
         for reply in woken:
@@ -243,9 +242,9 @@ class Producer:
     def handle(self, request: Demand, reply: Reply) -> None:
         """Answer a consumer, now or when there is an item."""
         match request:
-            case AwaitItem(patience=patience):
+            case AwaitItem():
                 with self._changed:
-                    self._waiting.append((reply, self._now() + patience))
+                    self._waiting.append(reply)
                     woken = self._woken()
                 self._tell(woken)
                 return

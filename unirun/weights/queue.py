@@ -30,9 +30,6 @@ from unirun.wire.reports import Metrics
 
 # The consuming end of a queue: takes items from producers in turn, and says when they were used.
 
-LONG_POLL_TIMEOUT = 60.0
-"""Seconds after which an idle consumer asks a producer again."""
-
 
 class Item(Value, gc=True):
     """An item that was put into a queue as `value`, made with the weights of `version`. An item has the same
@@ -109,7 +106,7 @@ class RemoteProducer:
             if found is not None:
                 yield found
             elif not self.is_empty:
-                self._woken = self._tell(AwaitItem(self._queue, LONG_POLL_TIMEOUT))
+                self._woken = self._tell(AwaitItem(self._queue))
                 self._woken.add_done_callback(lambda _: self._changed())
 
     def _item(self, parcel: Parcel) -> tuple[Offered, Any] | None:

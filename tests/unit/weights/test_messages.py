@@ -84,4 +84,4 @@ def test_an_answer_is_read_as_it_was_sent() -> None:
         assert answer_of(msgspec.json.encode(answer)) == answer
     for offer in (Offered(), Offered(1, None, (4, 5))):
         assert offered(msgspec.json.encode(offer)) == offer
-    assert request_of(msgspec.json.encode(AwaitItem("q", 1.0))) == AwaitItem("q", 1.0)
+    assert request_of(msgspec.json.encode(AwaitItem("q"))) == AwaitItem("q")

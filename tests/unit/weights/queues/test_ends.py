@@ -175,6 +175,13 @@ def test_some_items_are_those_that_have_come_and_no_more_than_wanted(rollout: En
     assert actor.worker.job.now == pytest.approx(began + 0.5)
 
 
+def test_an_item_that_is_put_after_hours_goes_to_the_consumer_that_waits(rollout: End, actor: End) -> None:
+    with pytest.raises(QueueTimeout):
+        actor.queue.get(timeout=10_000.0)
+    rollout.queue.put("an item", version=0)
+    assert actor.queue.get(timeout=0.1).value == "an item"
+
+
 @pytest.mark.parametrize("some", [False, True])
 def test_items_that_are_here_are_given_out_though_all_producers_have_ended(
     job: Job, rollout: End, actor: End, some: bool

@@ -87,7 +87,7 @@ class Items(RuleBasedStateMachine):
 
     @rule()
     def waits(self) -> None:
-        self.producer.handle(AwaitItem("q", 1.0), self.waiting.append)
+        self.producer.handle(AwaitItem("q"), self.waiting.append)
         self.expected_wakes += 1
 
     @invariant()
