@@ -153,7 +153,9 @@ class Folder:
     def sizes(self, number: int) -> dict[str, int]:
         """The files that are there, also in directories, and their sizes."""
         found = self.files.find(self.inside(number), detail=True, refresh=True)
-        return {path.rpartition(f"/{number:06}/")[2]: int(each["size"]) for path, each in found.items()}
+        # Some file systems leave out the slash at the beginning of a path.
+        top = f"{self.inside(number)}/".lstrip("/")
+        return {path.lstrip("/").removeprefix(top): int(each["size"]) for path, each in found.items()}
 
     def commit(self, manifest: Manifest) -> Info:
         """Make a checkpoint count, of which all other files are written."""
@@ -330,6 +332,9 @@ def files_in(given: Any) -> dict[str, Path]:
     for path in map(Path, paths):
         if not path.exists():
             raise UsageError(f"files: there is no {path}", "write it before save_checkpoint is called")
+        if path.name in ("", ".."):
+            # A directory that is given as "." or ".." has another name.
+            path = path.resolve()
         top = path.parent if paths is given or path.is_file() else path
         for each in sorted(path.rglob("*")) if path.is_dir() else (path,):
             name = each.relative_to(top).as_posix()

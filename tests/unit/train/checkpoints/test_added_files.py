@@ -58,6 +58,16 @@ def test_a_directory_gives_its_content_and_a_list_its_names(adapter: Path) -> No
     assert files_in([]) == {}
 
 
+def test_the_directory_here_and_the_one_above_have_their_own_names_in_a_list(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"adapter/config.json", "adapter/more/weights"}
+    monkeypatch.chdir(adapter / "more")
+    assert files_in([".."]).keys() == files_in([adapter / "more" / ".."]).keys() == names
+    assert files_in(["."]).keys() == {"more/weights"}
+    assert files_in("..").keys() == {"config.json", "more/weights"}
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -93,6 +103,14 @@ def test_files_of_all_ranks_are_in_a_checkpoint(folder: Folder, adapter: Path, t
     found = folder.fetch(manifest, 0, str(tmp_path / "again"))
     assert found is not None
     assert (found / "config.json").read_text() == "{}"
+
+
+def test_a_directory_among_them_may_have_the_number_of_the_checkpoint(folder: Folder, adapter: Path) -> None:
+    (adapter / "000001").mkdir()
+    (adapter / "000001" / "state.pt").write_bytes(b"s")
+    saved(folder, adapter)
+    assert [info.number for info in folder.infos()] == [1]
+    folder.verify(folder.require(1))
 
 
 def test_a_file_that_is_gone_or_changed_is_a_damage(tmp_path: Path, adapter: Path) -> None:
