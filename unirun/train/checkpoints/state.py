@@ -60,8 +60,13 @@ def _of_model(model: nn.Module) -> Mapping[str, Any]:
 
 def named_as(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any]:
     """The state dict `saved` with the names of `model`, for any combination of compiled parts in the two."""
-    own = {original_name(name): name for name in model.state_dict()}
-    return {own.get(name, name): value for name, value in by_original_name(saved).items()}
+    like: Any = model.state_dict()
+    own = {original_name(name): name for name in like}
+    found: Any = OrderedDict((own.get(name, name), each) for name, each in by_original_name(saved).items())
+    # The versions of its modules, by which a module knows how to read its part.
+    versions = {original_name(path): each for path, each in getattr(saved, "_metadata", {}).items()}
+    found._metadata = {path: versions.get(original_name(path), {}) for path in getattr(like, "_metadata", {})}
+    return found  # type: ignore[no-any-return]
 
 
 def _has_state(value: Any) -> bool:
@@ -325,8 +330,9 @@ def put_into(into: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     has in their places. Raises `UsageError`."""
     for target, own in [*_matched(into, state)]:
         if isinstance(target, nn.Module):
-            like = target.state_dict()
-            own = {key: _part_of(each, like.get(key)) for key, each in named_as(target, own).items()}
+            like, own = target.state_dict(), named_as(target, own)
+            for key, each in own.items():
+                own[key] = _part_of(each, like.get(key))
         elif isinstance(target, torch.optim.Optimizer):
             parameters = _parameters(target)
             own = {

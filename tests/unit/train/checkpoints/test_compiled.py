@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tests.waiting import WAIT_TIMEOUT
 from unirun.train import unwrap
 from unirun.train.checkpoints import CheckpointStrategy, Folder, Manifest
-from unirun.train.checkpoints.state import load, plain_state
+from unirun.train.checkpoints.state import load, plain_state, put_into
 from unirun.train.checkpoints.writer import CheckpointWriter
 
 pytestmark = pytest.mark.leaves
@@ -99,6 +99,17 @@ def test_a_checkpoint_of_it_loads_into_every_other(tmp_path: Path, nesting: str)
         into = other()
         load(folder, manifest, {"model": into})
         assert weights(into) == weights(model)
+
+
+@pytest.mark.parametrize("nesting", ["plain", "compiled", "compiled parts"])
+def test_each_part_learns_of_which_version_its_state_is(nesting: str) -> None:
+    state = NESTINGS[nesting]().state_dict()
+    for other in (plain(), in_parts()):
+        read = list[int]()
+        for norm in (each for each in other.modules() if isinstance(each, nn.BatchNorm1d)):
+            norm.register_load_state_dict_pre_hook(lambda *of, read=read: read.append(of[3]["version"]))
+        put_into({"model": other}, plain_state({"model": state}))
+        assert read == [2]
 
 
 @pytest.mark.parametrize("shard", [False, True], ids=["whole", "in parts"])

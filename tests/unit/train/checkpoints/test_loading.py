@@ -53,6 +53,22 @@ class Training:
         return [value.tolist() for value in self.model.state_dict().values()]
 
 
+class Versioned(torch.nn.Linear):
+    """A module that reads only states of its own version, as torchvision's MNASNet does."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, about: dict[str, Any], *more: Any) -> None:
+        assert about["version"] == 2
+        super()._load_from_state_dict(state, prefix, about, *more)
+
+
+def test_a_module_learns_of_which_version_its_state_is(folder: Folder) -> None:
+    model, other = (torch.nn.Sequential(Versioned(2, 1)) for _ in range(2))
+    load(folder, saved(folder, {"model": model}), {"model": other})
+    assert other[0].weight.tolist() == model[0].weight.tolist()
+
+
 def test_training_goes_on_as_if_it_had_not_been_left(folder: Folder) -> None:
     first, other = Training(1), Training(2)
     first.step()
