@@ -120,7 +120,11 @@ async def _spied(pid: int, seconds: float) -> dict[str, int]:
         "--output",
         "/dev/stdout",
     )
-    process = await asyncio.create_subprocess_exec(*command, stdin=null, stdout=pipe, stderr=null)
+    try:
+        process = await asyncio.create_subprocess_exec(*command, stdin=null, stdout=pipe, stderr=null)
+    except OSError:
+        # It is of another kind of machine, for example, or this host is out of processes.
+        return {}
     try:
         async with asyncio.timeout(seconds + SPY_TIMEOUT):
             out, _ = await process.communicate()

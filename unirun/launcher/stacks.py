@@ -113,7 +113,11 @@ async def _spied(spy: str, pid: int) -> tuple[ThreadStack, ...]:
     """The stacks of a process as py-spy sees them, without a pause of it; none if it may not, or it is no Python."""
     pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     command = (spy, "dump", "--nonblocking", "--json", "--pid", str(pid))
-    process = await asyncio.create_subprocess_exec(*command, stdin=null, stdout=pipe, stderr=null)
+    try:
+        process = await asyncio.create_subprocess_exec(*command, stdin=null, stdout=pipe, stderr=null)
+    except OSError:
+        # It is of another kind of machine, for example, or this host is out of processes.
+        return ()
     try:
         async with asyncio.timeout(PY_SPY_TIMEOUT):
             out, _ = await process.communicate()

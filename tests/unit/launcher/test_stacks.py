@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.waiting import WAIT_TIMEOUT, eventually
+from unirun.launcher import profiling
 from unirun.launcher.process import takes_signal
 from unirun.launcher.sampler import STACKS_SIGNAL, shapes_in
 from unirun.launcher.stacks import kernel_of, py_spy, state_of, take_stacks, take_texts, threads_of
@@ -77,6 +79,20 @@ def test_a_process_that_has_ended_has_no_stacks() -> None:
     gone.wait()
     assert asyncio.run(take_stacks({1: gone.pid}, 0.1)) == {}
     assert (state_of(gone.pid), kernel_of(gone.pid)) == (("?", False), "")
+
+
+@pytest.mark.starts_processes
+def test_a_py_spy_that_cannot_be_executed_here_is_as_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file may be that of another kind of machine. The agent of the rank that is asked goes on."""
+    (tmp_path / "py-spy").write_bytes(b"\x7fELF of another machine")
+    (tmp_path / "py-spy").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert py_spy() == str(tmp_path / "py-spy")
+    assert asyncio.run(take_stacks({1: os.getpid()}, 0.0)) == {}
+    assert asyncio.run(profiling._spied(os.getpid(), 0.1)) == {}
 
 
 def test_the_main_thread_in_what_py_spy_writes_is_that_of_the_process() -> None:
