@@ -19,6 +19,7 @@ from unirun.roles.calls.policy import Invocation
 from unirun.roles.transport.protocol import Parcel, Scheduler, Wait
 from unirun.values import WorkerId
 from unirun.wire.progress import page
+from unirun.wire.reporting import report_error
 from unirun.wire.reports import LATENCY_BOUNDS, CallCount, Calls, bounded, merged
 
 STATE = threading.RLock()
@@ -371,7 +372,10 @@ class InvocationRef(Call, Generic[R]):
             if not self.over:
                 self._wakes.append(lambda ref: self.prepared.deliver(partial(callback, ref)))
                 return
-        callback(self)
+        try:
+            callback(self)
+        except Exception as error:  # noqa: BLE001 - as in that thread
+            report_error(error)
 
     def wake_with(self, wake: Callable[[InvocationRef[R]], None]) -> None:
         """Call `wake` once it is done, in the thread that brings the answer: it must not wait for anything."""

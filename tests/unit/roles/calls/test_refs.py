@@ -298,6 +298,14 @@ class TestCallbacks:
         assert seen == [ref]
         assert "ZeroDivisionError" in capsys.readouterr().err
 
+    def test_an_error_of_a_callback_goes_no_further_when_the_call_is_done_already(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        ref = ref_of()
+        ref.expire()
+        ref.add_done_callback(lambda _: 1 / 0)  # type: ignore[arg-type]
+        assert "ZeroDivisionError" in capsys.readouterr().err
+
     def test_a_callback_can_ask_for_the_result(self) -> None:
         ref, seen = ref_of(bare=True), []
         ref.add_done_callback(lambda done: seen.append(done.result()))
