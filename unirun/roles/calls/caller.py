@@ -364,12 +364,14 @@ class Caller:
         self._callbacks.close()
 
     def _least_busy(self, method: Method) -> int:
-        """The rank with the fewest open calls of this caller; serving ones first, then the one chosen longest ago."""
+        """The rank with the fewest open calls of this caller, of those that serve, else of those that will; then the
+        one chosen longest ago."""
 
-        def busy(rank: int) -> tuple[bool, int, int]:
+        def busy(rank: int) -> tuple[bool, bool, int, int]:
             peer = self._peers.find(method.role, rank)
             connection = self._connections.get(peer.address)
-            return not peer.endpoint, len(connection) if connection else 0, method.turns.get(rank, -1)
+            open_calls = len(connection) if connection else 0
+            return peer.over, not peer.endpoint, open_calls, method.turns.get(rank, -1)
 
         chosen = min(method.ranks, key=busy)
         method.turns[chosen] = next(self._turn)

@@ -253,6 +253,24 @@ def test_a_callback_runs_in_another_thread_than_the_one_that_brings_the_answer()
         caller.close()
 
 
+def test_a_call_of_any_worker_waits_for_one_that_will_serve_though_another_has_ended() -> None:
+    class Half(Pair):
+        serves = False
+
+        def find(self, role: str, rank: int) -> Peer:
+            """Rank 0 has ended, and rank 1 is starting."""
+            found = super().find(role, rank)
+            return found if rank and self.serves else replace(found, endpoint="", over=not rank)
+
+    fake_transport, directory = FakeTransport(), Half()
+    caller = Caller(WorkerId("trainer", 0, 0), directory, fake_transport, call_timeout=60.0)
+    try:
+        ref = caller.invoke(caller.method("actor", "step", Invocation(target="ANY", blocking=False)), (), {})
+        assert ref.workers == ("actor:1",)
+    finally:
+        caller.close()
+
+
 def test_only_who_waits_for_one_worker_and_nothing_else_waits_at_its_connection() -> None:
     fake_transport = FakeTransport()
     caller = Caller(WorkerId("trainer", 0, 0), Pair(), fake_transport, call_timeout=5.0)
