@@ -166,6 +166,8 @@ class Peers:
         return peer
 
     def _find(self, role: str, rank: int) -> Peer:
+        # The table of this view, or of one before: it is taken first.
+        whole = self._whole
         view, count = self.view(role), self.count(role)
         if not 0 <= rank < count:
             raise UsageError(f"role {role} has no rank {rank}", f"it has ranks 0 to {count - 1}")
@@ -174,7 +176,7 @@ class Peers:
         if rank >= len(view.workers):
             # The role has become smaller since somebody has asked for its ranks.
             return Peer(WorkerId(role, rank, 0), over=True)
-        worker, whole = view.workers[rank], self._whole
+        worker = view.workers[rank]
         if role not in whole:
             whole[role] = all(each.phase != "lost" for each in view.workers)
         return Peer(
@@ -249,7 +251,8 @@ class Peers:
             self._view = view
             self._roles = role_infos(view, self.welcome.roles if self.welcome else ())
             self._views = {role.name: role for role in view.roles}
-            self._found, self._whole = {}, {}
+            # In this order: who has the new table of workers has the other one, too.
+            self._whole, self._found = {}, {}
             for name, each in self._roles.items():
                 self._most[name] = max(self._most.get(name, 0), each.world_size)
             listeners = self._updated()

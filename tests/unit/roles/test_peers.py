@@ -129,6 +129,29 @@ def test_workers_are_those_of_the_latest_view_whatever_was_asked_before(
                 peers.find(name, most[name])
 
 
+class Interrupted(Peers):
+    """The link's thread has an update while another thread looks a worker up."""
+
+    news: View | None = None
+
+    def count(self, role: str) -> int:
+        """As always, and then the update comes."""
+        found, news, self.news = super().count(role), self.news, None
+        if news is not None:
+            self.update(news)
+        return found
+
+
+def test_an_update_amid_a_look_leaves_nothing_of_the_view_before() -> None:
+    lost = role(2, 0)
+    lost = replace(lost, workers=(lost.workers[0], replace(lost.workers[1], phase="lost")))
+    peers = Interrupted("actor", 0, {}, welcome=Welcome(View((lost,)), "{}", "job", (), (), 60.0, "torch"))
+    peers.update(View((lost,)))
+    peers.news = View((role(2, 1),))
+    peers.find("actor", 0)
+    assert [peers.find("actor", rank).whole for rank in range(2)] == [True, True]
+
+
 def test_what_has_changed_is_taken_over_and_a_whole_view_is_asked_for_when_something_is_missing() -> None:
     ours, agents = socket.socketpair()
     with BlockingStream(ours) as link, BlockingStream(agents) as agent:
