@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import queue
@@ -150,27 +151,24 @@ def run_in_process(
     """
     from omegaconf import OmegaConf
 
-    workers: list[_Worker] = []
     settings = OmegaConf.create(dict(config or {}))
     job = _Job(workloads, json.dumps(OmegaConf.to_container(settings), default=str))
     transport, peers = InprocTransport(), job.peers("trainer", 0)
     caller = Caller(WorkerId("trainer", 0, 0), peers, transport, call_timeout=CALL_TIMEOUT)
-    try:
+    with contextlib.ExitStack() as ends:
+        ends.callback(transport.close)
+        ends.callback(caller.close)
         for role, (kind, count) in workloads.items():
             for rank in range(count):
-                workers.append(_Worker(kind, settings, job.peers(role, rank)))
-                workers[-1].start()
+                worker = _Worker(kind, settings, job.peers(role, rank))
+                ends.callback(worker.stop)
+                worker.start()
         groups = {role: role_group(caller, role, count) for role, (_, count) in workloads.items()}
         made = trainer(_handles(groups), {role: kind for role, (kind, _) in workloads.items()}, settings)
         resources = {role: {"role": role, "total": count} for role, (_, count) in workloads.items()}
         bind(made, groups, MasterHandle(Context({}, peers)), resources, {})
         made.init()
         return made.fit()
-    finally:
-        for worker in workers:
-            worker.stop()
-        caller.close()
-        transport.close()
 
 
 def _handles(groups: Mapping[str, RoleGroup]) -> dict[str, list[Any]]:

@@ -87,6 +87,21 @@ def test_no_thread_is_left_that_could_outlive_the_interpreter(trainer: type[Base
     assert set(threading.enumerate()) <= before
 
 
+class Careless(Adder):
+    def teardown(self) -> None:
+        super().teardown()
+        raise OSError(f"{self.name} cannot end")
+
+
+def test_every_worker_ends_though_the_end_of_another_one_fails() -> None:
+    Adder.ended.clear()
+    before = set(threading.enumerate())
+    with pytest.raises(OSError, match="cannot end"):
+        run_in_process(Sum, {"adder": (Careless, 2)}, {"factor": 2})
+    assert sorted(Adder.ended) == ["adder:0", "adder:1"]
+    assert set(threading.enumerate()) <= before
+
+
 class Teacher(BaseWorkload):
     def setup(self) -> None:
         self.model = torch.nn.Linear(2, 2)
