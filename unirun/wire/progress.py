@@ -11,7 +11,6 @@ In a process without an agent the page is there and nobody reads it.
 from __future__ import annotations
 
 import contextlib
-import math
 import mmap
 import os
 import struct
@@ -165,7 +164,8 @@ class Page:
         """A context that may take so many seconds, and the time-out after that."""
         fields = self.fields
         before, now = fields[ALLOWED], time.monotonic_ns()
-        until = now + int(seconds * 1e9) if math.isfinite(seconds) else FOR_EVER
+        # In this order, nan is without an end, too.
+        until = now + int(min(FOR_EVER - now, seconds * 1e9))
         fields[ALLOWED] = max(before, until)
         try:
             yield

@@ -101,6 +101,12 @@ def test_an_allowance_ends_with_its_block_and_counts_as_progress(page: Page, num
     assert found.last > before.last
 
 
+@pytest.mark.parametrize("seconds", [1e10, 1e300, float("inf"), float("nan")])
+def test_an_allowance_may_have_any_length(page: Page, number: int, seconds: float) -> None:
+    with page.allowance(seconds):
+        assert read_page(number).allowed == progress.FOR_EVER
+
+
 class Work(RuleBasedStateMachine):
     """A worker whose calls, waits and allowances are nested in any way. The reference is what its agent has to read."""
 
