@@ -12,9 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from tests.unit.train.sample_builders import complete_builder, faults
+from tests.unit.spec.sample_builders import code, complete_builder, faults
 from unirun.errors import SpecError
 from unirun.train import DLJobBuilder, RLJobBuilder
+
+__all__ = ["code"]
+
+pytestmark = pytest.mark.usefixtures("code")
 
 Change = Callable[[DLJobBuilder], Any]
 

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tests.unit.train.sample_builders import complete_builder, faults
+from tests.unit.spec.sample_builders import code, complete_builder, faults
 from unirun.spec.job import Entry, Probe, RoleSpec
 from unirun.spec.parse import parse_job
 from unirun.train import DLJobBuilder, Job, RLJobBuilder
+
+__all__ = ["code"]
+
+pytestmark = pytest.mark.usefixtures("code")
 
 
 class TestAJob:
