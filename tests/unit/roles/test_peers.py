@@ -15,12 +15,21 @@ from msgspec.structs import replace
 
 from tests.unit.wire.endpoints import encoded
 from tests.waiting import WAIT_TIMEOUT
-from unirun.errors import ConnectionLost, StoreAway, UsageError
-from unirun.roles.peers import Peer, Peers, RoleInfo, _file_behind, _listen, linked_peers
+from unirun.errors import ConnectionLost, JobError, StoreAway, UsageError
+from unirun.roles.peers import (
+    Peer,
+    Peers,
+    RoleInfo,
+    _agent_handle,
+    _file_behind,
+    _listen,
+    linked_peers,
+    lone_peers,
+)
 from unirun.values import Engine, WorkerId
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import RoleBrief, RoleView, View, Welcome, WorkerView
-from unirun.wire.reports import CommitJob, LocalEngines, MasterReply, Message, ViewWanted
+from unirun.wire.reports import CommitJob, LocalEngines, MasterReply, MasterRequest, Message, ViewWanted
 
 
 def role(ranks: int, generation: int) -> RoleView:
@@ -184,6 +193,61 @@ def test_a_step_is_committed_by_the_master() -> None:
     assert rank.commit(30, ("actor",), timeout=WAIT_TIMEOUT) == 20
     assert sent == [CommitJob(1, 0), CommitJob(2, 30, ("actor",))]
     assert rank._asked == {}
+
+
+def test_the_master_is_asked_with_all_that_was_said_and_each_question_has_its_answer() -> None:
+    sent: list[MasterRequest] = []
+
+    def send(message: Message) -> None:
+        assert isinstance(message, MasterRequest)
+        sent.append(message)
+        problem = "there is none" if message.data == "bad" else ""
+        for number in (message.number + 1, message.number):
+            who = WorkerId("actor", 0, 0)
+            rank.answered(MasterReply(who, number, f"{message.name} {message.number}", problem))
+
+    rank = Peers("actor", 0, {"actor": RoleInfo("actor", 1, 0)}, send=send)
+    assert rank.ask("save_state", "critic", "now", timeout=WAIT_TIMEOUT) == "critic 1"
+    assert rank.ask("save_state", "reward", timeout=WAIT_TIMEOUT) == "reward 2"
+    with pytest.raises(JobError, match="there is none"):
+        rank.ask("save_state", "critic", "bad", timeout=WAIT_TIMEOUT)
+    assert sent == [
+        MasterRequest(1, "save_state", "critic", "now"),
+        MasterRequest(2, "save_state", "reward", ""),
+        MasterRequest(3, "save_state", "critic", "bad"),
+    ]
+    with pytest.raises(UsageError, match="save_state asks the job's master, and this process has none"):
+        lone_peers({}).ask("save_state", timeout=0.0)
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        ({}, ("default", 0, 1, 0)),
+        ({"ROLE_NAME": "actor", "RANK": "3", "WORLD_SIZE": "8"}, ("actor", 3, 8, 0)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "5"}, ("default", 1, 2, 5)),
+    ],
+)
+def test_without_unirun_the_variables_of_torchrun_say_which_rank_this_is(
+    environ: dict[str, str], found: tuple[str, int, int, int]
+) -> None:
+    name, rank, size, generation = found
+    peers = lone_peers(environ)
+    assert (peers.role, peers.rank) == (name, rank)
+    assert peers.roles() == {name: RoleInfo(name, size, generation)}
+    assert peers.collocation(name) == ""
+    assert not peers.linked
+
+
+def test_the_process_at_the_other_end_of_the_link_is_the_agent() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        handle = _agent_handle(ours)
+        assert handle is not None
+        with open(f"/proc/self/fdinfo/{handle}") as file:
+            fields = dict(line.split(":", 1) for line in file.read().splitlines())
+        os.close(handle)
+    assert int(fields["Pid"]) == os.getpid()
 
 
 def test_an_answer_that_comes_too_late_is_not_kept() -> None:
