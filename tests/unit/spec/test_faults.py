@@ -1,0 +1,132 @@
+"""What is wrong in a job file: where, what, and what to write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unirun.errors import Fault, SpecError
+from unirun.spec.parse import parse_job
+from unirun.spec.roles import search_path
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory with a script."""
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+
+
+def parsed(mapping: dict[str, Any]) -> Any:
+    return parse_job(mapping, count_slots=lambda *_: 8, run_id="job")
+
+
+def of_job(**settings: Any) -> dict[str, Any]:
+    return {"roles": {"a": {"script": "train.py"}}, **settings}
+
+
+def of_role(**settings: Any) -> dict[str, Any]:
+    return {"roles": {"a": {"script": "train.py", **settings}}}
+
+
+SECONDS = "expected a number of seconds, at least"
+RANGE = "only workloads of which the number is given as MIN:MAX are elastic"
+
+JOB: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"primary": "b"}, "primary", "no role is called 'b'", "known: a"),
+    ({"stdin": "b:0"}, "stdin", "no role is called 'b'", "known: a"),
+    ({"call_timeout": 0}, "call_timeout", f"{SECONDS} 0.001, found 0", ""),
+    ({"log": {"line_prefix_template": 3}}, "log.line_prefix_template", "expected a text, found 3", ""),
+    ({"secret": ["A=1"]}, "secret", "'A=1' is no name of a variable", "name variables, not their values"),
+    ({"env": {"A": [1]}}, "env.A", "expected a text or a number, found [1]", "quote it"),
+    ({"env": {"RANK": "1"}}, "env.RANK", "unirun sets this for every worker itself", ""),
+    ({"transport": "x"}, "transport", "expected one of socket, torch, found 'x'", ""),
+    ({"config": 3}, "config", "expected a mapping with names as keys, found 3", ""),
+    (
+        {"channels": {"c": {"publisher": "a", "receivers": ["b"]}}},
+        *("channels.c.receivers", "no role is called 'b'", "known: a"),
+    ),
+    ({"collocations": [["a", "b"]]}, "collocations[0]", "no role is called 'b'", "known: a"),
+    (
+        {"collocations": [["a"]]},
+        *("collocations[0]", "['a'] names fewer than two roles", "name those that share devices"),
+    ),
+]
+
+ROLE: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"count": "5:2"}, "count", "'5:2' is from 5 to 2", "write the smaller number first"),
+    ({"count": 0}, "count", "expected a number from 1 to 1000000, found 0", ""),
+    ({"elastic": True}, "elastic", RANGE, "write count: 2:8, or leave it out"),
+    ({"elastic": True, "count": "2:4"}, "elastic", RANGE, "write count: 2:8, or leave it out"),
+    (
+        {"memory": "lots"},
+        *("memory", "'lots' is no number of bytes; write 64MB, 1.5GiB or 4096", "for example 64GB or 512MiB"),
+    ),
+    (
+        {"count": 4, "devices": ["0", "0", "1", "1"]},
+        *("devices", "0, 1 stands there twice", "name each device once"),
+    ),
+    (
+        {"stragglers": "replace"},
+        *("stragglers", "collectives are counted where ranks have a time-out for hangs"),
+        "set hang_timeout, too (--hang-timeout)",
+    ),
+    ({"stragglers": "x"}, "stragglers", "expected one of tell, replace, found 'x'", ""),
+    ({"after": ["b"]}, "after", "no role is called 'b'", "known: a"),
+    ({"after": ["a"]}, "after", "a circle: a after a", "drop one of them"),
+    ({"component": -1}, "component", "expected a number from 0 to 1000000, found -1", ""),
+    ({"fatal_exit_codes": [-1]}, "fatal_exit_codes", "expected a number from 1 to 255, found -1", ""),
+    ({"rank_restarts": 0}, "rank_restarts", "expected a number from 1 to 1000000, found 0", ""),
+    ({"hang_timeout": -2}, "hang_timeout", f"{SECONDS} 0, found -2", ""),
+    ({"cpus": -1}, "cpus", "expected a number from 1 to 1000000, found -1", ""),
+    (
+        {"ready": {"http": "/x"}},
+        *("ready.http", "'/x' is no URL of plain HTTP"),
+        "write http://{addr}/health; for other protocols name a command",
+    ),
+    ({"exit_codes": 3}, "exit_codes", "unknown key", "did you mean 'fatal_exit_codes'?"),
+]
+
+
+@pytest.mark.parametrize(("settings", "where", "problem", "remedy"), JOB, ids=[each[1] for each in JOB])
+def test_a_fault_of_a_job_has_its_place_and_its_remedy(
+    settings: dict[str, Any], where: str, problem: str, remedy: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        parsed(of_job(**settings))
+    assert caught.value.faults == (Fault(where, problem, remedy),)
+
+
+@pytest.mark.parametrize(("settings", "where", "problem", "remedy"), ROLE, ids=[each[1] for each in ROLE])
+def test_a_fault_of_a_role_has_its_place_and_its_remedy(
+    settings: dict[str, Any], where: str, problem: str, remedy: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        parsed(of_role(**settings))
+    assert caught.value.faults == (Fault(f"roles.a.{where}", problem, remedy),)
+
+
+def test_settings_are_where_they_are_looked_for() -> None:
+    job = parsed(of_job(restart_delay=2.5, hang_timeout=30.0, log={"line_prefix_template": "${role_name}"}))
+    assert (job.roles[0].restart_delay, job.roles[0].hang_timeout) == (2.5, 30.0)
+    assert job.log.line_prefix_template == "${role_name}"
+    assert parsed(of_role(stragglers="replace", hang_timeout=30.0)).roles[0].stragglers == "replace"
+    both = {**of_role()["roles"], "b": {"program": "sh", "service": True}}
+    found = {role.name: role for role in parsed({"roles": both, "hang_timeout": 30.0}).roles}
+    assert [found[name].hang_timeout for name in "ab"] == [30.0, 0.0]
+
+
+def test_a_program_is_looked_for_where_its_role_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/of/this/process")
+    assert search_path(None) == search_path(None, {}, None, {"PATH": ""}) == "/of/this/process"
+    assert search_path(None, {"A": "1"}, {"PATH": "/first"}, {"PATH": "/second"}) == "/first"
+    tool = tmp_path / "bin" / "tool"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    role = {"program": "tool", "env": {"PATH": str(tool.parent)}}
+    assert parsed({"roles": {"a": role}}).roles[0].name == "a"
+    with pytest.raises(SpecError, match="program 'tool' is not found"):
+        parsed({"roles": {"a": {"program": "tool"}}})
