@@ -74,12 +74,12 @@ class Attempts:
 
         Raises `TrainingFailed`, `WorkerLost`, `InvocationTimeout`, and what the hook and the class raise.
         """
-        deadline, repeats = self._now() + RECOVERY_TIMEOUT, Repeats()
         while left := self._running():
             if not idle:
                 break
             # They were not interrupted, so they have their time.
             wait(left, timeout=INTERRUPT_POLL_INTERVAL)
+        deadline, repeats = self._now() + RECOVERY_TIMEOUT, Repeats()
         while True:
             self.workers.wait_until_whole(RECOVERY_TIMEOUT)
             group, self._called = self.workers.group, self.workers.incarnations

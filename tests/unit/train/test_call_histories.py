@@ -445,6 +445,21 @@ def test_workers_that_do_not_answer_have_the_time_in_which_lost_ones_come_back(i
     assert bool(workers.killed) == (idle and workers.deaf)
 
 
+def test_a_call_that_was_waited_for_takes_nothing_from_the_time_in_which_lost_workers_come_back() -> None:
+    workers: Any = Workers(2)
+    attempts = Attempts(workers, lambda: workers.time)
+
+    def ends(*args: Any) -> Any:
+        workers.time += RECOVERY_TIMEOUT
+        workers.untold.append(workers.loses(1))
+
+    function: Any = Function("value", 0, (None, None))
+    function.ends = ends
+    attempts.execute_async(function, ARGS[0], ARGS[1])
+    attempts.ready()
+    assert [each.incarnation for each in workers.processes] == [0, 1]
+
+
 def test_workers_that_are_lost_while_they_are_prepared_have_that_time_too() -> None:
     workers: Any = Workers(2)
     workers.look = RECOVERY_TIMEOUT / (LIMIT - 1)
