@@ -502,8 +502,8 @@ class TrainingIterator:
                     self._attempts.end(turn, f"the run has ended: {type(error).__name__}")
                 raise
         except Exception as error:
-            retried = isinstance(error, self._retry) and error is not self._of_callback
-            if not is_loss(error) and not retried:
+            retried = is_loss(error) or isinstance(error, self._retry)
+            if not retried or error is self._of_callback:
                 raise
             return error, len(group)
         return None

@@ -702,14 +702,17 @@ def test_a_run_that_another_thread_iterates_is_closed_by_its_next_round(
     ]
 
 
-def test_an_error_of_a_callback_ends_a_run_that_survives_such_errors_of_its_function(calm: Run) -> None:
-    error = Flaky("of the callback")
-
+@pytest.mark.parametrize(
+    "error", [Flaky("of the callback"), WorkerLost("judge:0 was lost", worker="judge:0")], ids=["own", "loss"]
+)
+def test_an_error_of_a_callback_ends_a_run_that_survives_such_errors_of_its_function(
+    calm: Run, error: Exception
+) -> None:
     def raises(results: list[dict[str, Any]]) -> None:
         raise error
 
     calm.recorded.handle_result = raises  # type: ignore[method-assign]
-    with pytest.raises(Flaky) as raised:
+    with pytest.raises(type(error)) as raised:
         calm.iterator.get_final_results(force=True)
     assert raised.value is error
     assert calm.recorded.calls == ["start", f"finish {error}"]
