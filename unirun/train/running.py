@@ -617,6 +617,9 @@ class TrainingIterator:
             if run.done() and isinstance(run.exception(), WorkerLost):
                 run.result()
             wait([commit] if run.done() else [commit, run], timeout=INTERRUPT_POLL_INTERVAL)
+        if commit.exception() is not None and run.done():
+            # A rank that has failed has not written its part.
+            run.result()
         infos = commit.result()
         if infos is None:
             # Rank 0 is being stopped, and the run has the cause.

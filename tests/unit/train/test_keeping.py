@@ -117,6 +117,16 @@ def fail() -> Any:
     raise ValueError("of the function")
 
 
+def test_the_error_of_a_rank_is_told_and_not_that_its_part_of_a_checkpoint_has_not_come() -> None:
+    def incomplete() -> Any:
+        raise ValueError("ranks 1 have not saved checkpoint 7")
+
+    with pytest.raises(ValueError, match="of the function"):
+        kept_by(Going(0, incomplete), Going(0, fail))
+    with pytest.raises(ValueError, match="ranks 1 have not saved"):
+        kept_by(Going(0, incomplete), Going(1, fail))
+
+
 @pytest.mark.parametrize("end", [lost, fail, lambda: ["done"]])
 @pytest.mark.parametrize("ended", [1, 2, 3])
 @pytest.mark.parametrize("written", [1, 2, 3])
