@@ -368,12 +368,14 @@ class Session:
 
 def _are_alike(one: DataLoader[Any], other: DataLoader[Any]) -> bool:
     """Return True if both give the samples of one dataset in the same batches and order."""
-    return (
-        isinstance(other, DataLoader)
-        and one.dataset is other.dataset
-        and one.batch_size == other.batch_size
-        and type(one.sampler) is type(other.sampler)
-    )
+    return isinstance(other, DataLoader) and one.dataset is other.dataset and _batches(one) == _batches(other)
+
+
+def _batches(loader: DataLoader[Any]) -> tuple[Any, ...]:
+    """The samplers and the size by which a loader makes its batches."""
+    batches: Any = loader.batch_sampler
+    sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    return type(batches), getattr(batches, "batch_size", None), type(sampler)
 
 
 def check_names(metrics: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun import train
@@ -437,6 +437,22 @@ class TestRandomNumbers:
             Folder(str(tmp_path)).remove(number)
         assert whole[4:] == run(5, 6)
         assert len({*whole}) == 6
+
+
+def test_loaders_with_other_batches_of_one_dataset_have_their_own_parts() -> None:
+    data: Any = TensorDataset(torch.arange(8))
+    samplers = (
+        BatchSampler(RandomSampler(data), 4, drop_last=False),
+        BatchSampler(SequentialSampler(data), 2, drop_last=False),
+    )
+    session = Session()
+    first, second = (session.adopt(DataLoader(data, batch_sampler=each)) for each in samplers)
+    assert [len(batch[0]) for batch in first] == [4, 4]
+    assert [batch[0].tolist() for batch in second] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    # In the next epoch it is made again.
+    again = DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 2, drop_last=False))
+    assert session.adopt(again) is second
+    session.close()
 
 
 def test_each_seed_has_an_order_of_its_own() -> None:
