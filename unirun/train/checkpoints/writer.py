@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -220,8 +221,6 @@ class CheckpointWriter:
                 data = _together([shares for _, shares in parts])
                 for written, _ in parts:
                     files |= written
-                sizes = self._folder.sizes(pending.number)
-                files = {name: files.get(name, (size, 0)) for name, size in sizes.items()}
             score = self._strategy.score(*pending.scores)
             manifest = Manifest(pending.number, self._world, pending.sharded, files, data, score)
             with self._changed:
@@ -236,7 +235,7 @@ class CheckpointWriter:
         return self._kept
 
     def _gathered(self, pending: _Pending) -> list[Part]:
-        """The parts of all ranks in rank order, once all of them have written theirs."""
+        """The parts of all ranks in rank order, once all have written theirs, each with the file that it is in."""
         names = {f"rank.{rank:05}.json" for rank in range(self._world)}
         deadline = time.monotonic() + RANKS_SAVE_TIMEOUT
         while missing := names - self._folder.sizes(pending.number).keys():
@@ -251,7 +250,9 @@ class CheckpointWriter:
         found: list[Part] = []
         for name in sorted(names):
             with self._folder.open(pending.number, name) as file:
-                found.append(msgspec.json.decode(file.read(), type=Part))
+                raw = file.read()
+            written, shares = msgspec.json.decode(raw, type=Part)
+            found.append(({**written, name: (len(raw), zlib.crc32(raw))}, shares))
         return found
 
     def _check_open(self, pending: _Pending) -> None:
@@ -279,13 +280,16 @@ class CheckpointWriter:
             self.commit(pending.number).result(CHECKPOINT_WRITE_TIMEOUT)
 
     def close(self) -> None:
-        """Give up: what is not committed does not count."""
+        """Give up: what is not committed does not count. Waits for the file that is being written, as the next attempt
+        has one of the same name."""
         with self._changed:
-            self._closed = True
+            self._closed, pending = True, self._pending
             self._changed.notify_all()
         self._pool.shutdown(wait=False)
         if self._group is not None:
             self._ungroup(self._group)
+        if pending is not None:
+            wait([pending.written], CHECKPOINT_WRITE_TIMEOUT)
 
 
 def _together(found: Sequence[Mapping[str, Share]]) -> dict[str, Consumed]:

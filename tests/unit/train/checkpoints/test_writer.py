@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import TrainingFailed, UsageError
@@ -281,6 +282,67 @@ def test_one_whose_report_was_made_counts_only_when_the_driver_has_that(folder: 
     committed(writer, 1)
     saved.join(WAIT_TIMEOUT)
     assert not saved.is_alive()
+
+
+class Slow:
+    """A value that is written only when it may go on."""
+
+    begins, goes_on = threading.Event(), threading.Event()
+
+    def __deepcopy__(self, memo: Any) -> Slow:
+        return self
+
+    def __reduce__(self) -> Any:
+        self.begins.set()
+        assert self.goes_on.wait(WAIT_TIMEOUT)
+        return Slow, ()
+
+
+def test_an_attempt_that_is_over_writes_nothing_while_the_next_one_does(folder: Folder) -> None:
+    writer = rank(folder)
+    writer.save({"own": Slow()}, {})
+    assert Slow.begins.wait(WAIT_TIMEOUT)
+    closes = threading.Thread(target=writer.close)
+    closes.start()
+    closes.join(0.1)
+    assert closes.is_alive()
+    Slow.goes_on.set()
+    closes.join(WAIT_TIMEOUT)
+    assert not closes.is_alive()
+    folder.clear()
+    assert folder.numbers() == []
+
+
+class Slowly(MemoryFileSystem):  # type: ignore[misc]
+    """Files that get another name as in a store of objects: by a copy, and later by the end of the first."""
+
+    cachable = False
+    protocol = "slowly"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied, self.goes_on = threading.Event(), threading.Event()
+
+    def mv(self, path1: str, path2: str, **options: Any) -> None:
+        self.cp_file(path1, path2)
+        if "rank.00001" in path2:
+            self.copied.set()
+            assert self.goes_on.wait(WAIT_TIMEOUT)
+        self.rm_file(path1)
+
+
+def test_a_file_without_its_name_is_no_part_of_a_checkpoint() -> None:
+    folder, slowly = Folder("memory://partial-names"), Slowly()
+    folder.files = slowly
+    writers = [rank(folder, number, 2) for number in range(2)]
+    for number, writer in enumerate(writers):
+        writer.save({"rank": number}, {"train": Share(number, 2, 10)})
+    assert slowly.copied.wait(WAIT_TIMEOUT)
+    info = committed(writers[0], 1)
+    slowly.goes_on.set()
+    writers[1].finish()
+    assert folder.infos() == [info]
+    folder.remove(1)
 
 
 def test_one_that_a_dead_rank_has_not_written_is_given_up_with_its_attempt(folder: Folder) -> None:
