@@ -353,9 +353,9 @@ def _items(path: Path) -> Iterator[tuple[ItemHeader, Extent]]:
                 return
             start = file.tell()
             about, data = file.read(about_size), file.read(data_size)
-            if zlib.crc32(data, zlib.crc32(about)) != int.from_bytes(head[12:]):
-                if file.tell() == size:
-                    # Its bytes were not all on disk when the power failed.
+            if not about or zlib.crc32(data, zlib.crc32(about)) != int.from_bytes(head[12:]):
+                if not any(file.read()):
+                    # Its bytes were not all on disk when the power failed: a file may have zeros in their place.
                     return
                 raise CheckpointDamaged(f"{path} is damaged at byte {start}")
             yield (

@@ -118,6 +118,20 @@ def test_one_that_was_cut_was_not_accepted(tmp_path: Path, cut: int) -> None:
     assert [meta.ids for _, meta in Buffer(tmp_path).since(0)[1]] == [("a",), ("b",)]
 
 
+@pytest.mark.parametrize("zeros", [16, 400])
+def test_zeros_in_the_place_of_one_that_was_not_on_disk_are_none(tmp_path: Path, zeros: int) -> None:
+    Buffer(tmp_path).add([(sample("a"), 0), (sample("b"), 0)])
+    (path,) = tmp_path.glob("*.items")
+    content = path.read_bytes()
+    path.write_bytes(content + bytes(zeros))
+    assert len(Buffer(tmp_path)) == 2
+    path.write_bytes(content[:-40] + bytes(40 + zeros))
+    assert len(Buffer(tmp_path)) == 1
+    path.write_bytes(content + bytes(zeros) + content)
+    with pytest.raises(CheckpointDamaged, match=rf"000001\.items is damaged at byte {len(content) + 16}"):
+        Buffer(tmp_path)
+
+
 def test_a_file_that_is_damaged_is_told(tmp_path: Path) -> None:
     Buffer(tmp_path).add([(sample("a"), 0), (sample("b"), 0)])
     (path,) = tmp_path.glob("*.items")
