@@ -356,7 +356,9 @@ class SavedModels:
         """Write what is known by now, and ask for the next one; with `to_end`, wait for all of them."""
         while self._evaluator is not None:
             if self._asked is None:
-                new = sorted(path for path in self._folder.glob(f"{SAVED}*") if path.name not in self._known)
+                # Other names are those of copies that users have made.
+                there = (path for path in self._folder.glob(f"{SAVED}*") if _number(path.name) >= 0)
+                new = sorted(path for path in there if path.name not in self._known)
                 if not new:
                     return
                 # One at a time, as the deadline of a call begins when it is made.

@@ -144,7 +144,8 @@ class TestSavedModels:
         models = SavedModels(recovery, saves, evaluator, lambda *each: told.append(each))
         for step in (2, 1):
             (saves / f"step{step:06}").mkdir()
-        (saves / ".step000003.partial").mkdir()
+        for name in (".step000003.partial", "step000001.mine", "steps"):
+            (saves / name).mkdir()
         models.follow(to_end=False)
         models.follow(to_end=False)
         assert [*evaluator.asked] == ["step000001"]
