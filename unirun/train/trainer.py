@@ -689,17 +689,17 @@ class Trainer:
             elastic=self._setup.least != self._setup.most,
             grow_every=self._grow_every,
         )
+        self._runs += 1
         return self._run
 
     def _next_run(self) -> tuple[str, str]:
         """The folder of the next run and that of its callbacks."""
-        self._runs += 1
-        left = left_unfinished(self.logdir) if self._logdir and self._runs == 1 else ""
+        left = left_unfinished(self.logdir) if self._logdir and not self._runs else ""
         if left and not self._resume:
             report(
                 f"unirun: the run in {left} was not finished; Trainer(…, resume=True) goes on from its checkpoint"
             )
-        return next_run(self.logdir, self._runs if self._resume else None)
+        return next_run(self.logdir, self._runs + 1 if self._resume else None)
 
     run_generator = run_iterator
     to_trainable = to_trainable

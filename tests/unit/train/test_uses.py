@@ -12,6 +12,7 @@ import pytest
 
 from unirun.errors import TrainingFailed, UsageError
 from unirun.train import Trainer
+from unirun.train.arguments import hold, next_run, release
 from unirun.train.checkpoints import Manifest
 
 
@@ -122,6 +123,18 @@ def test_workers_that_are_up_are_prepared_with_what_was_given_last(trainer: Trai
     trainer.shutdown()
     trainer.shutdown()
     assert job.stopped == 1
+
+
+def test_a_run_that_another_program_has_is_gone_on_with_once_it_is_free(trainer: Any, tmp_path: Path) -> None:
+    trainer._resume = True
+    url, _ = next_run(str(tmp_path))
+    held = hold(url)
+    with pytest.raises(UsageError, match="is in use"):
+        trainer.run_iterator(print)
+    release(held)
+    assert trainer.run_iterator(print).url == url
+    assert trainer.run_iterator(print).url != url
+    trainer.shutdown()
 
 
 def test_a_run_that_a_program_before_has_left_is_told_with_the_first_run_alone(
