@@ -53,7 +53,7 @@ def accelerate(amp: Literal["bf16", "fp16"] | bool | None = None) -> None:
     own.accelerated_first = own.accelerated_first or not own.has_prepared
     own.dtype = DTYPES[kind] if kind else None
     needs_scale = kind == "fp16" and device().type == "cuda"
-    own.scaler = torch.amp.GradScaler(device().type) if needs_scale else None
+    own.scaler, own.has_stepped = torch.amp.GradScaler(device().type) if needs_scale else None, False
 
 
 def prepare_model(model: M, parallel: Parallel = "ddp", *, move: bool = True, **options: Any) -> M:
@@ -126,11 +126,10 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
             # That of a scheduler, if one has wrapped this.
             outer, self.step = self.step, step  # type: ignore[method-assign]
             try:
-                result = scaler.step(self, *args, **kwargs)
+                return scaler.step(self, *args, **kwargs)
             finally:
                 self.step = outer  # type: ignore[method-assign]
-            scaler.update()
-            return result
+                session().has_stepped = True
 
         # Schedulers wrap a method.
         optimizer.step = MethodType(scaled, optimizer)  # type: ignore[method-assign]
@@ -139,8 +138,12 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
 
 def backward(loss: torch.Tensor) -> None:
     """``loss.backward()``, scaled with ``accelerate("fp16")``."""
-    scaler = session().scaler
-    (loss if scaler is None else scaler.scale(loss)).backward()
+    own = session()
+    if own.scaler is not None and own.has_stepped:
+        # Not with the step: another optimizer may have gradients with the same scale.
+        own.scaler.update()
+        own.has_stepped = False
+    (loss if own.scaler is None else own.scaler.scale(loss)).backward()
 
 
 def enable_reproducibility(seed: int = 0) -> None:

@@ -67,6 +67,8 @@ class Session:
     """The precision in which the function computes (`accelerate`); None for that of the parameters."""
     scaler: torch.amp.GradScaler | None = None
     """The scaler of gradients, for float16 on a GPU."""
+    has_stepped = False
+    """True if an optimizer has made a step with the present scale."""
     has_prepared = False
     """True if a model or an optimizer was prepared in this precision."""
     attempt = 0

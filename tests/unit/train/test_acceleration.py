@@ -200,6 +200,20 @@ class TestPrecision:
                 found.append((weight.item(), scheduler.get_last_lr()))
         assert found == [(0.75, [0.5]), (0.625, [0.25])]
 
+    def test_all_optimizers_undo_the_scale_of_their_own_gradients(self, alone: Session) -> None:
+        # It grows after each step.
+        alone.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+        weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+        optimizers = [train.prepare_optimizer(torch.optim.SGD([each], lr=1.0)) for each in weights]
+        for rounds in (1, 2):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            train.backward((weights[0] + weights[1]).sum() * 0.25)
+            for optimizer in optimizers:
+                optimizer.step()
+            assert [each.item() for each in weights] == [1.0 - 0.25 * rounds] * 2
+            assert scaler.get_scale() == 8.0 * rounds
+
 
 def test_a_loader_with_a_sampler_of_its_own_is_told(session: Session) -> None:
     dataset: Any = range(4)
