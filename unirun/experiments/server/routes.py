@@ -217,7 +217,7 @@ class Routes:
             choice["weight_versions"] = self._generator.spans(output)
             if more.get("return_token_ids"):
                 choice["token_ids"] = output.tokens
-            if sampling.logprobs:
+            if sampling.logprobs is not None and sampling.logprobs is not False:
                 choice["logprobs"] = {"token_logprobs": output.logprobs}
             choices.append(choice)
             outputs.append(output)
@@ -338,8 +338,9 @@ def _split(body: bytes, key: str) -> tuple[Any, Sampling, dict[str, Any]]:
         raise _Refused(400, "stream: the server does not stream")
     prompt = fields.pop(key)
     more = {name: fields.pop(name, None) for name in ("model", "return_token_ids", "user")}
-    if key == "messages" and "max_completion_tokens" in fields:
-        fields["max_tokens"] = fields.pop("max_completion_tokens")
+    if key == "messages":
+        # An answer has all the room that there is, unless another length is asked for.
+        fields["max_tokens"] = fields.pop("max_completion_tokens", fields.get("max_tokens"))
     return prompt, msgspec.convert(fields, Sampling), more
 
 

@@ -240,6 +240,8 @@ def test_the_routes_answer_as_those_of_vllm(server: Server) -> None:
             "/v1/completions", {"prompt": [1], "max_tokens": 2, "return_token_ids": True}
         )
         assert (status, len(found["choices"][0]["token_ids"])) == (200, 2)
+        status, found = await ask("/v1/completions", {"prompt": [1], "max_tokens": 2, "logprobs": 0})
+        assert (status, len(found["choices"][0]["logprobs"]["token_logprobs"])) == (200, 2)
         names = ("/v1/completions", "id"), ("/inference/v1/generate", "request_id"), ("/v1/completions", "id")
         asks = {"id": {"prompt": [1], "max_tokens": 1}, "request_id": body}
         assert len({(await ask(path, asks[name]))[1][name] for path, name in names}) == len(names)
@@ -351,7 +353,7 @@ def test_a_request_is_read_up_to_its_limit_in_however_many_parts_it_comes(parts:
 
 def test_the_routes_of_text_make_what_that_of_tokens_does(server: Server) -> None:
     letters, how = Letters(), {"temperature": 0.0, "max_tokens": 30}
-    server.routes = Routes(server.generator, model="tiny", vocabulary=32, longest=2 * LONG, tokenizer=letters)
+    server.routes = Routes(server.generator, model="tiny", vocabulary=32, longest=64, tokenizer=letters)
 
     async def story(ask: Any) -> None:
         async def made(text: str) -> list[int]:
@@ -387,6 +389,8 @@ def test_the_routes_of_text_make_what_that_of_tokens_does(server: Server) -> Non
         for name in ("max_tokens", "max_completion_tokens"):
             body = {"messages": messages, "temperature": 0.0, name: 30}
             await shown("/v1/chat/completions", body, ["abcx"])
+        _, found = await ask("/v1/chat/completions", {"messages": messages, "temperature": 0.0})
+        assert found["usage"]["total_tokens"] == 64
         assert {len(each) for each in both} != {30}, "some of the tokens are special"
 
     asked(server, story)
