@@ -283,7 +283,8 @@ class CheckpointWriter:
         """Give up: what is not committed does not count. Waits for the file that is being written, as the next attempt
         has one of the same name."""
         with self._changed:
-            self._closed, pending = True, self._pending
+            pending = self._pending
+            self._closed = True
             self._changed.notify_all()
         self._pool.shutdown(wait=False)
         if self._group is not None:
