@@ -126,10 +126,11 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
             # That of a scheduler, if one has wrapped this.
             outer, self.step = self.step, step  # type: ignore[method-assign]
             try:
-                return scaler.step(self, *args, **kwargs)
+                result = scaler.step(self, *args, **kwargs)
             finally:
                 self.step = outer  # type: ignore[method-assign]
-                session().has_stepped = True
+            session().has_stepped = session().scaler is scaler
+            return result
 
         # Schedulers wrap a method.
         optimizer.step = MethodType(scaled, optimizer)  # type: ignore[method-assign]

@@ -205,6 +205,9 @@ class TestPrecision:
         alone.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
         weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
         optimizers = [train.prepare_optimizer(torch.optim.SGD([each], lr=1.0)) for each in weights]
+        with pytest.raises(AssertionError, match="scale"):
+            # It has no gradients yet.
+            optimizers[0].step()
         for rounds in (1, 2):
             for optimizer in optimizers:
                 optimizer.zero_grad()
