@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import resource
 import select
@@ -227,11 +228,17 @@ def readable(handle: int | socket.socket, seconds: float | None) -> bool:
     return bool(poll.poll(None if seconds is None else max(seconds, 0.0) * 1000))
 
 
+_NO_PROCESS = (errno.ESRCH, errno.ENOENT, errno.EINVAL)
+"""The errors for a number that no process has. The last two, by the version of Linux, are for that of a thread."""
+
+
 def process_has_ended(pid: int) -> bool:
     """Return True if there is no such process, or its end was not collected yet."""
     try:
         handle = os.pidfd_open(pid)
-    except ProcessLookupError:
+    except OSError as error:
+        if error.errno not in _NO_PROCESS:
+            raise
         return True
     try:
         return readable(handle, 0.0)

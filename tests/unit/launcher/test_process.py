@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -165,3 +166,15 @@ def test_a_process_has_ended_also_while_nobody_has_collected_it() -> None:
         os.close(handle)
         assert process.process_has_ended(child.pid)
     assert process.process_has_ended(child.pid)
+
+
+def test_a_process_has_ended_whose_number_has_become_that_of_a_thread() -> None:
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    try:
+        assert thread.native_id is not None
+        assert process.process_has_ended(thread.native_id)
+    finally:
+        over.set()
+        thread.join()
