@@ -32,6 +32,9 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 _ANOTHER_MEMBER = ("no leader", "not leader", "not supported for learner", "too many requests", "not capable")
 """Errors of a member that has not tried to apply the request."""
 
+_LOGGED_OUT = ("auth store is old", "user name is empty")
+"""Errors of a call without a valid token. The second one: another thread has just dropped it."""
+
 _TOO_LARGE = ("request is too large", "too many operations", "message larger than max")
 
 
@@ -44,7 +47,7 @@ repeating does not help."""
 def judge(error: grpc.RpcError) -> FailureKind:
     """Classify the call that raised `error`."""
     code, details = error.code(), error.details() or ""
-    if code is grpc.StatusCode.UNAUTHENTICATED or "auth store is old" in details:
+    if code is grpc.StatusCode.UNAUTHENTICATED or any(words in details for words in _LOGGED_OUT):
         return "logged out"
     if any(f"etcdserver: {words}" in details or f"rpc {words}" in details for words in _ANOTHER_MEMBER):
         return "not done"

@@ -101,6 +101,39 @@ def test_a_thread_whose_token_has_expired_leaves_the_next_one_to_others(members:
     assert left == [None, None]
 
 
+class NoUser(NoAnswer):
+    """The error of a call that was sent without a token."""
+
+    def code(self) -> grpc.StatusCode:
+        """As gRPC has it."""
+        return grpc.StatusCode.INVALID_ARGUMENT
+
+    def details(self) -> str:
+        """As etcd has it."""
+        return "etcdserver: user name is empty"
+
+
+def test_a_call_without_the_token_that_another_thread_has_just_dropped_is_sent_again(
+    members: SlowMembers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members._login, members._token = (lambda: None), "expired"
+    members.connect()
+
+    def send(member: str, method: str, request: object, timeout: float) -> object:
+        if method == TXN and members._token == "expired":
+            # Between the look for a member and the call.
+            members._log_out("expired")
+        if method not in (TXN, RANGE):
+            return SimpleNamespace(token="next")
+        if members._token is None:
+            raise NoUser
+        return "done"
+
+    monkeypatch.setattr(members, "_send", send)
+    assert members.call(TXN, None) == "done"
+    assert members._token == "next"
+
+
 @pytest.mark.parametrize("seconds", [0.9, 1.5, 1.9])
 def test_members_that_are_all_slow_have_more_time_each(members: SlowMembers, seconds: float) -> None:
     members.takes = dict.fromkeys(members.address.endpoints, seconds)
