@@ -70,17 +70,20 @@ class LogFile(io.FileIO):
 
     def write(self, data: Any) -> int:
         """Write, or lose it. Raises OSError for other reasons than a full disk."""
+        left = memoryview(data).cast("B")
+        size = len(left)
         try:
             if self.lost:
                 super().write(f"\n[unirun: the disk was full, {self.lost} bytes are lost]\n".encode())
                 self.lost = 0
-            return super().write(data) or 0
+            # A disk that becomes full takes a part first.
+            while left and (written := super().write(left)):
+                left = left[written:]
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            size = memoryview(data).nbytes
-            self.lost += size
-            return size
+            self.lost += len(left)
+        return size
 
 
 def outlast_full_disks() -> None:

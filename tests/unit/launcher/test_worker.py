@@ -203,3 +203,20 @@ def test_a_log_on_a_disk_that_is_full_at_times_has_all_other_bytes_and_one_note_
         log.close()
         file.seek(0)
         assert file.read() == expected
+
+
+@pytest.mark.starts_processes
+def test_bytes_of_which_a_disk_has_taken_a_part_are_lost_without_that_part(tmp_path: Path) -> None:
+    """A limit of the size of files takes a part of them first, as a disk that becomes full does."""
+    code = """
+import errno, resource, sys
+from unirun.launcher import worker
+worker._FULL = (errno.EFBIG,)
+log = worker.LogFile(sys.argv[1], "wb")
+for limit, data in ((10, b"0123456789abcdef"), (100, b"more")):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    assert log.write(data) == len(data)
+"""
+    log = tmp_path / "log"
+    subprocess.run([sys.executable, "-c", code, str(log)], check=True, timeout=WAIT_TIMEOUT)
+    assert log.read_bytes() == b"0123456789\n[unirun: the disk was full, 6 bytes are lost]\nmore"
