@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from unirun.errors import RendezvousError, StoreError, UnirunError, WireError
+from unirun.errors import RendezvousError, UnirunError, WireError
 from unirun.failover.silence import (
     FENCE_TIMEOUT,
     HEARTBEAT_INTERVAL,
@@ -268,7 +268,8 @@ class Contact:
                 if await _lets_in(head, credentials):
                     self._fence.let_in(began, clock())
             else:
-                with contextlib.suppress(StoreError):
+                # Also a store that cannot be opened any more, as one whose password is gone.
+                with contextlib.suppress(UnirunError):
                     if not await asyncio.to_thread(self._is_marked):
                         self._fence.unmarked(began, clock())
             self._set_timer()

@@ -9,13 +9,14 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from tests.unit.rendezvous.fake_master import FakeJob
 from tests.unit.wire.endpoints import NODE, Endpoint, fail_on_refusal
 from tests.waiting import WAIT_TIMEOUT, eventually_async
-from unirun.errors import ConnectionLost, RendezvousError
+from unirun.errors import ConnectionLost, RendezvousError, UsageError
 from unirun.failover import silence, takeover
 from unirun.launcher import contact as contacts
 from unirun.launcher import contact as fences
@@ -243,6 +244,30 @@ def test_an_agent_that_is_not_answered_may_go_on_while_its_node_is_not_marked(
             await asyncio.sleep(0.01)
         harness.job.store.txn([], [Put(silent_key("run-1", "n0"), "1")])
         await harness.expired.wait()
+        stream.abort()
+
+    harness.run(play)
+
+
+def test_an_agent_whose_store_cannot_be_opened_any_more_goes_on_until_its_time_is_over(
+    harness: ContactHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file with the password of the store is gone, for example."""
+    monkeypatch.setattr(fences, "FENCE_TIMEOUT", 0.5)
+    looks = 0
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        nonlocal looks
+        looks += 1
+        raise UsageError("the store's password cannot be read")
+
+    monkeypatch.setattr(contacts, "open_store", refuse)
+
+    async def play() -> None:
+        stream = await harness.stream()
+        harness.begin(stream)
+        await harness.expired.wait()
+        assert looks > 1
         stream.abort()
 
     harness.run(play)
