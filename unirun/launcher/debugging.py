@@ -75,7 +75,8 @@ class Debugging:
         if self._sessions.get(number) is session and session.stream is None:
             del self._sessions[number]
             text = f"it has executed no Python code for {ATTACH_TIMEOUT:g} s; unirun stacks shows where it is"
-            self._tell(DebugEnded(number, text))
+            lives = session.worker.id in self._state().workers
+            self._tell(DebugEnded(number, text if lives else "it has ended meanwhile"))
 
     async def serve(self, worker: Worker, first: Debuggee, stream: Stream) -> None:
         """Serve a debugger of `worker`, until one of the two ends leaves."""

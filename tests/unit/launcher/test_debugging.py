@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.launcher.agent import worker
+from tests.waiting import eventually_async
 from unirun.errors import ConnectionLost
 from unirun.launcher import debugger, debugging
 from unirun.launcher.debugging import Debugging
@@ -224,6 +225,19 @@ def test_a_rank_without_a_process_or_without_python_is_not_debugged(
             "it does not run unirun's code, or not yet",
         ]
         assert problems[2].startswith("it has executed no Python code for")
+
+    run(steps)
+
+
+def test_a_rank_that_has_ended_before_it_was_debugged_is_told_as_such(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def steps() -> None:
+        monkeypatch.setattr(debugging, "ATTACH_TIMEOUT", 0.0)
+        node.debugging.ask(Debug("actor", 1, 7))
+        node.debugging._state = lambda: AgentState("n0")
+        await eventually_async(lambda: bool(node.told))
+        assert node.told == [DebugEnded(7, "it has ended meanwhile")]
 
     run(steps)
 
