@@ -94,8 +94,8 @@ def take_part(
         except UnirunError as error:
             stream.send(Dismissed(error.problem, error.remedy))
             raise
-        stream.send(Ready())
         try:
+            stream.send(Ready())
             expected(stream.receive(LAUNCHER_ANSWER_TIMEOUT), Ready)
         except BaseException:
             discard_job(job, lock)

@@ -262,13 +262,15 @@ class FakeAgent(AgentProcess):
 
 
 class FakeLauncher(BlockingStream):
-    """The stream to a launcher, whose next words are known."""
+    """The stream to a launcher, whose next words are known. It may be `gone` when the node is ready."""
 
-    def __init__(self, words: Sequence[Message | None]) -> None:
-        self.words, self.told = [*words], list[Message]()
+    def __init__(self, words: Sequence[Message | None], *, gone: bool = False) -> None:
+        self.words, self.told, self.gone = [*words], list[Message](), gone
 
     def send(self, message: Message) -> None:
         self.told.append(message)
+        if self.gone and isinstance(message, Ready):
+            raise ConnectionLost("the launcher is gone")
 
     def receive(self, timeout: float | None = None) -> Message:
         word = self.words.pop(0) if self.words else None
@@ -300,20 +302,20 @@ def test_a_node_that_does_not_begin_leaves_nothing(
     word: Message = AgentTask(JobSpec("job", "run", roles, ("actor",)), "h1", ("h0",), str(tmp_path), **task)
     first = rng.choice((word, word, word, word, Dismissed("it is not needed"), None))
     last = rng.choice((Ready(), Ready(), Dismissed("another cannot take part"), None))
-    launcher = FakeLauncher([first, last])
+    launcher = FakeLauncher([first, last], gone=rng.random() < 0.2)
     before = os.listdir("/proc/self/fd")
     fits = first is word and there and agent.binds
     wanted = dict(environ) if env is None else joined(environ, env)
     try:
         take_part(Invite(new_token().hex(), "h1", insecure=True), launcher)
     except UnirunError:
-        assert not fits or last != Ready()
+        assert not fits or last != Ready() or launcher.gone
     else:
         assert fits
         assert last == Ready()
     if first is word and there:
         assert agent.environ == wanted, "nothing of the shell gets into the job"
-    begins = fits and last == Ready()
+    begins = fits and last == Ready() and not launcher.gone
     assert (agent.goes_on, agent.ended) == (begins, not begins)
     assert job_at("run", "h1").path.exists() == begins
     assert len(os.listdir("/proc/self/fd")) == len(before)
