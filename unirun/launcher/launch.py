@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from unirun.collocation import Inventory
 from unirun.collocation.limits import host_ceilings, refuse_impossible
-from unirun.errors import EXIT_FAILURE, JobError, PlacementError, RendezvousError
+from unirun.errors import EXIT_FAILURE, JobError, PlacementError
 from unirun.failover.context import encode
 from unirun.failover.offers import versions
 from unirun.failover.state import new_job
@@ -94,15 +94,19 @@ def launch(
     check_host(spec)
     refuse_excess(planned, nodes)
     job, lock = make_directory(spec, new_token(), anchored(store) if store is not None else None)
-    write_first_state(job, planned, owned=not detach)
     tasks = [
         replace(task, addr=spec.master_addr, cwd=os.getcwd()) for task in tasks_of(planned, nodes).values()
     ]
     reader = _reading_node(planned) if stdin and not detach else None
-    agents = {node: AgentProcess(job.agent_log(node), stdin=node == reader) for node in nodes}
+    agents: dict[str, AgentProcess] = {}
     try:
+        write_first_state(job, planned, owned=not detach)
+        for node in nodes:
+            agents[node] = AgentProcess(job.agent_log(node), stdin=node == reader)
         bind(job, agents, tasks, lock, None if detach else os.getpid())
-    except RendezvousError:
+    except BaseException:
+        for agent in agents.values():
+            agent.end()
         discard_job(job, lock)
         raise
     return RunningJob(job, spec, *begin(job, agents, lock, first_master(job)))
