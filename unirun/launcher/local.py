@@ -447,7 +447,7 @@ def last_line_of_masters(job: JobDir) -> str:
 def output_of_first_master(job: JobDir) -> str:
     """The output of the first master before it ended."""
     try:
-        text = job.master_log.read_text()
+        text = job.master_log.read_text(errors="backslashreplace")
     except OSError:
         return ""
     return text.removeprefix(_SAYS).partition(f"\n{_SAYS}")[0].rstrip()

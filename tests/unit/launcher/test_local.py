@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import WAIT_TIMEOUT
+from unirun.launcher import local
+from unirun.observe.jobdir import JobDir
 
 PRELUDE = """
 import os, signal, sys, time
@@ -311,3 +313,11 @@ def test_an_agent_has_the_environment_of_its_job_and_nothing_of_the_time_before(
         assert not any("OF_BEFORE" in env for env in found())
         agent.end()
     """)
+
+
+def test_the_output_of_a_master_may_have_bytes_that_are_no_text(tmp_path: Path) -> None:
+    """A notify command, whose errors are in it, may write in another encoding."""
+    job = JobDir(tmp_path)
+    job.master_log.write_bytes(b"caf\xe9\nunirun-master: a port is taken\n")
+    assert local.output_of_first_master(job) == "caf\\xe9"
+    assert local.last_line_of_masters(job) == "a port is taken"
