@@ -77,8 +77,9 @@ def _growing(job: JobDir) -> Iterator[str]:
     yield from (path.name for path in job.path.glob("agent.*.log"))
     logs = job.logs.resolve()
     for folder, _, names in os.walk(logs):
-        for name in names:
-            yield str(Path("logs", Path(folder, name).relative_to(logs)))
+        # A worker may have made a pipe or a socket there, at which a read would wait, or fail.
+        for path in filter(Path.is_file, (Path(folder, name) for name in names)):
+            yield str(Path("logs", path.relative_to(logs)))
 
 
 def _growth(job: JobDir, name: str, offset: int) -> Iterator[Chunk]:

@@ -91,6 +91,16 @@ def test_files_are_copied_and_after_a_reconnect_only_what_is_new(job: JobDir, co
     assert (copy / LOG).read_bytes() == text + b"more"
 
 
+def test_pipes_and_sockets_among_the_logs_are_left_out(job: JobDir) -> None:
+    """A pipe would hold up all files, and a socket end the process that sends them."""
+    (job.path / LOG).write_bytes(b"a line")
+    folder = (job.path / LOG).parent
+    os.mkfifo(folder / "pipe")
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(folder / "socket"))
+        assert [(chunk.path, chunk.data) for chunk in sent(job, {})] == [(LOG, b"a line")]
+
+
 def test_a_host_says_again_and_again_that_all_was_sent_while_its_agent_lives(job: JobDir) -> None:
     here, there = socket.socketpair()
     with BlockingStream(here) as node, BlockingStream(there) as command, ThreadPoolExecutor() as pool:
