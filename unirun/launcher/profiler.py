@@ -111,8 +111,9 @@ class WorkerProfile:
         try:
             self._recorder.export_chrome_trace(str(draft))
             atomic.replace(self._folder / TRACE, gzip.compress(draft.read_bytes(), 3))
-        except OSError as error:
-            self._problem = f"its trace cannot be written: {error.strerror}"
+        except Exception as error:  # noqa: BLE001 - as above
+            why = error.strerror if isinstance(error, OSError) else error
+            self._problem = f"its trace cannot be written: {why}"
         finally:
             # On a full disk this makes room for the stacks.
             draft.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 import torch
@@ -124,6 +125,19 @@ def test_a_full_disk_costs_a_profile_and_nothing_else(
     ask(folder, 0.05)
     eventually(lambda: (folder / PROFILE).exists(), "the next one is written")
     eventually(lambda: profiler._profile is None, "the next one may begin")
+
+
+def test_a_trace_that_torch_does_not_write_costs_no_stacks_and_no_later_profile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise RuntimeError("Missing trace.")
+
+    monkeypatch.setattr(torch.autograd.profiler.profile, "export_chrome_trace", fail)
+    ask(folder, 0.05)
+    eventually(lambda: profiler._profile is None, "the next one may begin")
+    written = json.loads((folder / PROFILE).read_text())
+    assert written["without_trace"] == "its trace cannot be written: Missing trace."
 
 
 def test_all_threads_but_the_sampling_one_are_sampled() -> None:
