@@ -262,26 +262,31 @@ def _groups(draft: Draft) -> tuple[dict[str, list[list[str]]], list[Fault]]:
 
 def _device_faults(draft: Draft, groups: Sequence[Sequence[str]]) -> list[Fault]:
     """Faults when devices are short. Roles that share devices need as many as the largest; roles
-    without slots and the trainer need none."""
+    without slots and the trainer need none. Roles need not be on one node."""
     by_name = {workload.role: workload for workload in draft.workloads if workload.takes_slots}
     together = [[by_name[name] for name in group if name in by_name] for group in groups]
     grouped = {workload.role for group in together for workload in group}
     units = [group for group in together if group]
     units += [[workload] for role, workload in by_name.items() if role not in grouped]
     there = draft.node_num * draft.device_per_node
-    for where, limit, needs in (
-        ("total", there, [max(workload.total for workload in unit) for unit in units]),
-        ("per_node", draft.device_per_node, [max(workload.per_node for workload in unit) for unit in units]),
-    ):
-        if sum(needs) > limit:
-            listed = " + ".join(
-                f"{'='.join(workload.role for workload in unit)} {need}"
-                for unit, need in zip(units, needs, strict=True)
-            )
-            have = f"{draft.node_num} × {limit // draft.node_num}" if where == "total" else "device_per_node"
-            problem = f"{where}: {listed} = {sum(needs)} devices, and {have} = {limit} are there"
-            return [Fault("device_per_node", problem, "collocate roles, or ask for fewer ranks")]
-    return []
+    needs = [max(workload.total for workload in unit) for unit in units]
+    if sum(needs) > there:
+        listed = " + ".join(
+            f"{'='.join(workload.role for workload in unit)} {need}"
+            for unit, need in zip(units, needs, strict=True)
+        )
+        have = f"{draft.node_num} × {draft.device_per_node} = {there} are there"
+        problem = f"total: {listed} = {sum(needs)} devices, and {have}"
+        return [Fault("device_per_node", problem, "collocate roles, or ask for fewer ranks")]
+    return [
+        Fault(
+            "device_per_node",
+            f"per_node: {role} needs {workload.per_node} devices, and {draft.device_per_node} are there",
+            "ask for fewer ranks on a node",
+        )
+        for role, workload in by_name.items()
+        if workload.per_node > draft.device_per_node
+    ]
 
 
 def _faults_of_job_file(mapping: Mapping[str, Any], known: Sequence[Fault]) -> Iterator[Fault]:

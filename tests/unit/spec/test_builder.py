@@ -10,6 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.unit.spec.sample_builders import code, complete_builder, faults
+from unirun.collocation.host import parse_fake
+from unirun.collocation.placing import place
 from unirun.spec.job import Entry, Probe, RoleSpec
 from unirun.spec.parse import parse_job
 from unirun.train import DLJobBuilder, Job, RLJobBuilder
@@ -164,10 +166,21 @@ def test_roles_that_share_devices_count_once() -> None:
 
 
 def test_a_node_has_as_many_devices_as_its_ranks_need() -> None:
+    builder = complete_builder().node_num(3).device_per_node(4)
+    builder.workload("rollout", "algo", "Actor").total(8).per_node(8)
+    (fault,) = faults(builder)
+    assert fault.problem == "per_node: rollout needs 8 devices, and 4 are there"
+
+
+def test_roles_that_fill_nodes_of_their_own_need_not_fit_on_one_together() -> None:
     builder = complete_builder().node_num(2).device_per_node(4)
     builder.workload("rollout", "algo", "Actor").total(4).per_node(4)
-    (fault,) = faults(builder)
-    assert fault.problem == "per_node: actor 2 + rollout 4 = 6 devices, and device_per_node = 4 are there"
+    job = builder.with_separation("actor", "rollout").build()
+    _, placement = place(job.spec, parse_fake("fake:nodes=2,devices=4"))
+    assert {(each.role, each.node) for each in placement.assignments if each.slot >= 0} == {
+        ("actor", "node0"),
+        ("rollout", "node1"),
+    }
 
 
 def test_a_role_alone_is_collocated_with_nobody() -> None:
