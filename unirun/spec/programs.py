@@ -359,8 +359,10 @@ def _order_faults(role: RoleSpec, known: Mapping[str, RoleSpec]) -> Iterator[Fau
     for name, number in role.after.items():
         if name not in known:
             yield Fault(where, f"no role is called {name!r}", nearest(name, [*known]))
-        elif number > (there := known[name].count // (known[name].group or 1)):
+        elif number > (there := (known[name].least or known[name].count) // (known[name].group or 1)):
             problem = f"{name} has {there}, so {number} are never ready"
+            if known[name].least is not None:
+                problem = f"{name} may have {there} only, so {number} may never be ready"
             yield Fault(where, problem, "write a smaller number")
 
 

@@ -154,6 +154,14 @@ class TestFaults:
         problem = "engine has 2, so 3 are never ready; write a smaller number"
         assert faults(roles) == [f"roles.train.after: {problem}"]
 
+    def test_faults_are_more_ranks_than_a_role_has_at_least(self) -> None:
+        """With two it would run to its end, and `train` would wait for ever."""
+        roles: dict[str, Any] = {"data": {**TRAIN, "count": "2:8"}, "train": {**TRAIN, "after": {"data": 3}}}
+        problem = "data may have 2 only, so 3 may never be ready; write a smaller number"
+        assert faults(roles) == [f"roles.train.after: {problem}"]
+        roles["train"]["after"]["data"] = 2
+        assert parse(roles).role("train").after == {"data": 2}
+
     def test_faults_are_services_that_are_primary(self) -> None:
         problem = "engine is a service, which is needed until the primary roles have ended"
         remedy = "leave out service: true, or name another role"
