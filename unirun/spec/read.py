@@ -159,7 +159,8 @@ class Section:
             return ()
         if isinstance(value, str):
             value = [value]
-        if isinstance(value, list | tuple) and all(isinstance(v, str | int | float) for v in value):
+        plain = isinstance(value, list | tuple)
+        if plain and all(isinstance(v, str | int | float) and not isinstance(v, bool) for v in value):
             return tuple(self._text(key, str(v)) for v in value)
         self.fault(key, f"expected a list of texts, found {shown(value)}", _unquoted(value))
         return ()
@@ -228,8 +229,11 @@ class Section:
 
 
 def _unquoted(values: Any) -> str:
-    """The remedy for ``[--port, {port}]``: in YAML, a name in braces without quotes is a mapping."""
+    """The remedy for ``[--port, {port}]`` and ``[--mode, on]``: in YAML, a name in braces without quotes is a mapping,
+    and ``on`` and ``no`` are true and false."""
     for value in values if isinstance(values, list | tuple) else ():
+        if isinstance(value, bool):
+            return "quote it"
         if isinstance(value, Mapping) and len(value) == 1 and [*value.values()] == [None]:
             return f"quote it: '{{{next(iter(value))}}}'"
     return ""

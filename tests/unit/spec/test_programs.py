@@ -135,6 +135,7 @@ class TestFaults:
             ({"after": "trian"}, "after: no role is called 'trian'; did you mean 'train'?"),
             ({"after": {"train": 2}}, "after: train has 1, so 2 are never ready; write a smaller number"),
             ({"after": {"train": 0}}, "after.train: expected a number from 1 to 1000000, found 0; "),
+            ({"args": ["--mode", True]}, "args: expected a list of texts, found ['--mode', True]; quote it"),
             ({"args": [{"port": None}]}, "args: expected a list of texts, found [{'port': None}]; quote it: '{port}'"),
             ({"env": {"P": {"port": None}}}, "env.P: expected a text or a number, found {'port': None}; quote it: '{port}'"),
         ],
