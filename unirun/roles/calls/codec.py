@@ -16,7 +16,7 @@ import pickle
 import re
 import struct
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -299,7 +299,7 @@ class Request(NamedTuple):
 
 
 def encode_request(
-    caller: bytes, seq: int, generation: int, joint: bool, acks: list[int], method: bytes, body: bytes
+    caller: bytes, seq: int, generation: int, joint: bool, acks: Sequence[int], method: bytes, body: bytes
 ) -> bytes:
     """The head of a request; `caller` is from `encode_address`, `body` from the codec."""
     prefix = _PREFIX.pack(seq, generation, joint, len(acks), len(caller), len(method))

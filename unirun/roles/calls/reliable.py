@@ -47,6 +47,8 @@ class ReliableConnection:
         self._connection: Connection | None = None
         self._parts: dict[int, Part] = {}
         self._acks: deque[int] = deque()
+        # Those that a request has taken along which is not answered yet: they are lost if the connection breaks.
+        self._unproved: set[tuple[int, ...]] = set()
         self._breaks = 0
         self._gone = False
         self.reconnecting = False
@@ -117,6 +119,9 @@ class ReliableConnection:
         """The connection is broken. A worker that lives still has the results that it owes."""
         with self._lock:
             self._connection = None
+            unproved, self._unproved = self._unproved, set()
+            for acks in list(unproved):
+                self._acks.extend(acks)
             if self._parts and not self._gone and not self.reconnecting:
                 self._connect_later()
 
@@ -132,20 +137,26 @@ class ReliableConnection:
             # The call is over.
             self._parts.pop(seq, None)
             return
+        acks = self._due_acks()
         head = encode_request(
-            self._me, seq, call.generation, call.joint, self._due_acks(), call.prepared.wire, parcel.head
+            self._me, seq, call.generation, call.joint, acks, call.prepared.wire, parcel.head
         )
         patience, call.patience = call.patience, None
         try:
-            call.fetch = connection.call(Parcel(head, parcel.buffers), partial(self._answer, seq), patience)
+            call.fetch = connection.call(
+                Parcel(head, parcel.buffers), partial(self._answer, seq, acks), patience
+            )
         except CallError as error:
             # It cannot be sent, which says nothing about the worker.
+            self._unproved.discard(acks)
+            self._acks.extend(acks)
             self._parts.pop(seq, None)
             self._scheduler.soon(partial(self._failed, call, index, error))
             return
 
-    def _answer(self, seq: int, parcel: Parcel) -> None:
+    def _answer(self, seq: int, acks: tuple[int, ...], parcel: Parcel) -> None:
         self._breaks = 0
+        self._unproved.discard(acks)
         self._acks.append(seq)
         part = self._parts.pop(seq, None)
         if part is not None:
@@ -161,11 +172,14 @@ class ReliableConnection:
         """Send a request of the connection itself, whose answer is ignored."""
         with self._lock:
             if self._connection is not None:
-                head = encode_request(self._me, 0, 0, False, self._due_acks(), method, body)
-                self._connection.call(Parcel(head), lambda parcel: None)
+                acks = self._due_acks()
+                head = encode_request(self._me, 0, 0, False, acks, method, body)
+                self._connection.call(Parcel(head), lambda parcel: self._unproved.discard(acks))
 
-    def _due_acks(self) -> list[int]:
+    def _due_acks(self) -> tuple[int, ...]:
         """The acks that the next request takes along."""
         if not self._acks:
-            return []
-        return [self._acks.popleft() for _ in range(min(len(self._acks), MAX_ACKS))]
+            return ()
+        acks = tuple(self._acks.popleft() for _ in range(min(len(self._acks), MAX_ACKS)))
+        self._unproved.add(acks)
+        return acks

@@ -254,9 +254,10 @@ class Calls(RuleBasedStateMachine):
                 if request.seq in self.open:
                     _, joint, generation = self.open[request.seq]
                     assert (request.joint, request.generation) == (joint, generation)
-        acked = [seq for line in self.network.lines for request in line.requests for seq in request.acks]
-        due = iter(self.due)
-        assert all(seq in due for seq in acked), "an ack without an answer, twice, or out of order"
+        for line in self.network.lines:
+            acked = [seq for request in line.requests for seq in request.acks]
+            assert {*acked} <= {*self.due}, "an ack without an answer"
+            assert len({*acked}) == len(acked), "an ack twice over one connection"
         assert len(self.connection) == len(self.open)
         waited = [seq for line in self.network.lines for seq in line.patient]
         assert len({*waited}) == len(waited), "a thread waits again, and it is not the one that sends again"
@@ -269,9 +270,14 @@ class Calls(RuleBasedStateMachine):
             assert sent == sorted(sent)
 
     def teardown(self) -> None:
-        """Everybody can be reached again: what is open is with the worker, and large results are acked."""
+        """Everybody can be reached again: what is open is with the worker, and with the next call it has all acks."""
         self.network.reachable = True
         self.time_passes()
+        if not self.gone:
+            self.send(joint=False, generation=0, unsendable=False)
+            self.time_passes()
+            acked = {seq for line in self.network.lines for request in line.requests for seq in request.acks}
+            assert acked == {*self.due}, "the worker keeps a result for ever"
         self.connection.close()
         assert self.line is None
 
@@ -373,6 +379,30 @@ def test_a_large_result_is_acked_once() -> None:
     machine.connection.send(second, 0)
     machine.settle()
     assert [(request.method, request.acks) for request in line.requests] == [("step", ()), ("step", (1,))]
+
+
+def test_acks_that_a_broken_connection_has_lost_go_with_the_next_request() -> None:
+    machine = Calls()
+    first, second = calls(1, 2)
+    machine.connection.send(first, 0)
+    line = machine.network.lines[0]
+    line.waiting.pop(1)(Parcel(b""))
+    line.cut()
+    machine.connection.send(second, 0)
+    machine.settle()
+    again = machine.network.lines[1]
+    assert [(request.seq, request.acks) for request in again.requests] == [(2, (1,))]
+
+
+def test_acks_of_a_call_that_cannot_be_sent_go_with_the_next_one() -> None:
+    machine = Calls()
+    first, third = calls(1, 3)
+    machine.connection.send(first, 0)
+    (line,) = machine.network.lines
+    line.waiting.pop(1)(Parcel(b""))
+    machine.connection.send(call_of(2, body=b"unsendable"), 0)
+    machine.connection.send(third, 0)
+    assert [(request.seq, request.acks) for request in line.requests] == [(1, ()), (3, (1,))]
 
 
 def test_what_was_closed_is_sent_no_acks() -> None:
