@@ -83,7 +83,8 @@ def _follow(job: JobDir, options: Any, since: float) -> None:
 
 def moment(text: str, now: float) -> float:
     """The time that ``--since`` means: ``30m`` ago, or a date. Raises `UsageError`."""
-    if text[-1:].isalpha():
+    # A Z at the end is the zone of a date.
+    if text[-1:].isalpha() and not text.endswith("Z"):
         return now - duration("--since", text)
     try:
         return datetime.fromisoformat(text).timestamp()

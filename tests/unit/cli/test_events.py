@@ -85,6 +85,7 @@ def test_events_of_a_kind_and_since_a_time_are_chosen(
 def test_since_is_a_date_or_an_age() -> None:
     assert moment("5m", 1000.0) == 700.0
     assert moment("2026-11-27T05:00+00:00", 0.0) == 1795755600.0
+    assert moment("2026-11-27T05:00Z", 0.0) == 1795755600.0
     with pytest.raises(UsageError, match="'soon' is no"):
         moment("soon", 0.0)
     with pytest.raises(UsageError, match="'12' is no time"):
