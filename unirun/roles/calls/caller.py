@@ -594,6 +594,9 @@ class Caller:
         call.finish()
 
     def _expire(self, call: Call) -> None:
+        if call.over:
+            # It was answered in this moment.
+            return
         deadlines = self._deadlines[call.prepared.timeout]
         if self._debugged.get(call.prepared.role, -math.inf) > self._scheduler.now() - deadlines.seconds:
             # Its time begins again: the worker had less of it.

@@ -241,6 +241,32 @@ def test_the_deadline_of_a_call_begins_again_while_a_rank_of_its_role_is_debugge
         ref.result(0)
 
 
+def test_a_call_that_is_answered_at_its_deadline_is_not_open_while_a_rank_is_debugged() -> None:
+    class Debugged(Pair):
+        def find(self, role: str, rank: int) -> Peer:
+            return replace(super().find(role, rank), held=True)
+
+    clock, fake_transport, directory = FakeClock(), FakeTransport(), Debugged()
+    changed: list[Callable[[], None]] = []
+    directory.when_changed = changed.append  # type: ignore[method-assign, assignment]
+    caller = Caller(
+        WorkerId("trainer", 0, 0),
+        directory,
+        fake_transport,
+        call_timeout=60.0,
+        scheduler=FakeScheduler(clock),
+    )
+    ref = caller.invoke(caller.method("actor", "step", Invocation(blocking=False)), (), {})
+    changed[0]()
+    while caller._calls("actor"):
+        assert clock.run_next(), "until its time is over"
+    for rank in (0, 1):
+        fake_transport.open[rank].pop()(RESULT)
+    assert ref.done()
+    clock.run_next()
+    assert not caller._calls("actor"), "the role could not grow"
+
+
 def test_a_callback_runs_in_another_thread_than_the_one_that_brings_the_answer() -> None:
     fake_transport, ran = FakeTransport(), queue.SimpleQueue[threading.Thread]()
     caller = Caller(WorkerId("trainer", 0, 0), Pair(), fake_transport, call_timeout=60.0)
