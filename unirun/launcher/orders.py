@@ -55,9 +55,14 @@ class PortBook:
         """The place of a rank with `count` ports, the same each time. Raises `RendezvousError` when none is free."""
         found = self._places.get((role, rank))
         if found is None or len(found.ports) != count:
-            found = self._places[role, rank] = RankAddress(
-                self._host, tuple(self._choose() for _ in range(count))
-            )
+            before = {*self._held}
+            try:
+                ports = tuple(self._choose() for _ in range(count))
+            except RendezvousError:
+                for port in self._held.keys() - before:
+                    self._held.pop(port).close()
+                raise
+            found = self._places[role, rank] = RankAddress(self._host, ports)
         return found
 
     def release_taken(self, role: str, rank: int) -> bool:

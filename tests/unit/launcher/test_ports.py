@@ -92,6 +92,13 @@ class TestPlaces:
         first.close()
         assert {*second.place("engine", 0, 2).ports} == {low, low + 1}
 
+    def test_a_place_for_which_there_are_too_few_ports_takes_none(self, stack: ExitStack, low: int) -> None:
+        ports, other = book(stack, low, 3), book(stack, low, 3)
+        given = ports.place("engine", 0, 2).ports
+        with pytest.raises(RendezvousError):
+            ports.place("engine", 1, 2)
+        assert {*given, *other.place("engine", 0, 1).ports} == {*range(low, low + 3)}
+
     @pytest.mark.parametrize("host", [HOST, "127.0.0.2", "0.0.0.0", "::1", "::"])
     def test_places_avoid_ports_on_which_a_process_listens_at_any_address(
         self, stack: ExitStack, low: int, host: str
