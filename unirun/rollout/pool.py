@@ -33,6 +33,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from unirun.errors import EpisodeFailed, QueueTimeout, UsageError
@@ -257,6 +258,11 @@ class Pool:
         finally:
             feeding.cancel()
             await asyncio.wait({feeding})
+            while not ready.empty():
+                if ready.get_nowait() is not None:
+                    # The caller has ended the run before it.
+                    gate.untaken -= 1
+                    self._undo("rejected")
 
     async def _next(self, ready: asyncio.Queue[Group | None]) -> Group | None:
         while True:
@@ -298,7 +304,9 @@ class Pool:
             async with asyncio.TaskGroup() as tasks:
                 async for data in source:
                     admission = await admit()
-                    tasks.create_task(self._admitted(data, admission, deliver))
+                    task = tasks.create_task(self._admitted(data, admission, deliver))
+                    # A task that is cancelled before its first step does not come to the block.
+                    task.add_done_callback(partial(_leave, admission))
         except BaseExceptionGroup as errors:
             # The first one has ended all others.
             problem = _first(errors)
@@ -492,6 +500,11 @@ class _Gate:
     def look(self) -> None:
         """There may be room."""
         self._news.set()
+
+
+def _leave(admission: AbstractContextManager[Any], task: asyncio.Task[None]) -> None:
+    """Give an admission back, if its task has not."""
+    admission.__exit__(None, None, None)
 
 
 async def _each(prompts: Iterable[Data]) -> AsyncIterator[Data]:

@@ -222,6 +222,21 @@ def test_prompts_wait_for_groups_to_be_taken() -> None:
     play(story)
 
 
+@pytest.mark.parametrize("bound", [{}, {"batch": 1, "max_head_offpolicyness": 3}])
+def test_groups_that_nobody_takes_leave_their_places_at_the_end_of_a_run(bound: dict[str, Any]) -> None:
+    async def story() -> None:
+        pool = Pool(FakeCompleter(), last_digit, max_concurrent_rollouts=4, advance_timeout=0.1, **bound)
+        for version in range(1, 5):
+            found = pool.run(prompts(4))
+            await anext(found)
+            await until(lambda: not pool.outcomes.open)
+            await found.aclose()
+            pool.advance(version)
+        assert (pool.outcomes.accepted, pool.outcomes.rejected) == (4, 12)
+
+    play(story)
+
+
 def test_a_group_with_a_token_that_is_too_old_is_cancelled_and_another_one_made() -> None:
     async def story() -> None:
         engine, gate = FakeCompleter(), asyncio.Event()
@@ -360,10 +375,12 @@ def test_an_error_of_the_prompts_is_raised_and_ends_what_is_open() -> None:
     async def story() -> None:
         engine = FakeCompleter()
         engine.hold()
-        pool = Pool(engine, last_digit)
+        pool = Pool(engine, last_digit, max_concurrent_rollouts=1)
         with pytest.raises(OSError, match="is gone"):
             await all_of(pool.run(broken()))
         assert (engine.waiting, pool.outcomes.open) == (0, 0)
+        engine.release()
+        assert len(await all_of(pool.run(prompts(2)))) == 2
 
     play(story)
 
