@@ -618,8 +618,9 @@ class AddressFile:
         one."""
         now = time.monotonic()
         if now - self._looked >= ADDRESSES_POLL_INTERVAL:
-            self._looked = now
             self._look()
+            # After an error the next one looks again, and is told, too.
+            self._looked = now
         return self._engines
 
     async def changed(self, known: tuple[Engine, ...], timeout: float) -> tuple[Engine, ...]:

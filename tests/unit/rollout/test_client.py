@@ -587,6 +587,18 @@ def test_the_file_of_a_job_says_what_has_changed(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(story(), WAIT_TIMEOUT))
 
 
+def test_each_request_to_a_role_that_the_file_of_a_job_does_not_have_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "addresses.json"
+    path.write_text('{"judge": []}')
+
+    async def story() -> None:
+        async with EngineClient("engine", engines=AddressFile(str(path), "engine")) as client:
+            found = await asyncio.gather(*(client.generate([1]) for _ in range(2)), return_exceptions=True)
+        assert ["has no address" in str(each) for each in found] == [True] * 2
+
+    asyncio.run(asyncio.wait_for(story(), WAIT_TIMEOUT))
+
+
 def test_it_is_a_public_name() -> None:
     assert unirun.EngineClient is EngineClient
 
