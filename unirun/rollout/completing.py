@@ -12,6 +12,7 @@ begins another trajectory, with the same reward. A *group* has the trajectories 
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -93,6 +94,8 @@ class EngineCompleter:
         # Continuations of a request have no other name than this.
         name = conversation or f"{random.getrandbits(64):x}"
         prompt = hash(tuple(token_ids))
+        now = asyncio.get_running_loop().time
+        deadline = None if self._timeout is None else now() + self._timeout
         made, logprobs, versions = list[int](), list[float](), list[int]()
         while True:
             left = most - len(made)
@@ -101,11 +104,13 @@ class EngineCompleter:
             if seed is not None:
                 # The first token of a chunk has another random number than that of the chunk before.
                 how["seed"] = seed + len(made)
+            how["timeout"] = None if deadline is None else max(deadline - now(), 0.0)
             answer = await self._ask(name, prompt, [*token_ids, *made], how)
             made += answer.token_ids
             logprobs += _logprobs(answer)
             versions += _versions(answer)
-            if answer.finish_reason != "length" or len(made) >= most:
+            # An engine that makes less than it was asked for takes no more tokens.
+            if answer.finish_reason != "length" or len(answer.token_ids) < count or len(made) >= most:
                 if not conversation:
                     self._homes.pop(name, None)
                 reason = answer.finish_reason or "length"
@@ -114,7 +119,6 @@ class EngineCompleter:
     async def _ask(self, name: str, prompt: int, token_ids: Sequence[int], how: dict[str, Any]) -> Answer:
         answer = await self._client.generate(
             token_ids,
-            timeout=self._timeout,
             policy=self._policy,
             stay=self._home(name),
             prompt=prompt,

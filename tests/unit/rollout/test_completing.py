@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.testbed.engine import tokens
+from tests.unit.launcher.instant_loop import InstantLoop
 from unirun.errors import UsageError
 from unirun.rollout import EngineCompleter, completing
 from unirun.rollout.choosing import Answer, Span
@@ -75,13 +77,45 @@ def test_each_request_says_how_long_it_may_take_who_gets_it_and_which_ones_begin
         asyncio.run(completer.complete(prompt, **sampling))
     first, again, other = asked
     assert {each: first[each] for each in ("timeout", "policy", "logprobs", "max_tokens")} == {
-        "timeout": 7.0,
+        "timeout": pytest.approx(7.0, abs=1.0),
         "policy": "round_robin",
         "logprobs": 0,
         "max_tokens": 5,
     }
     assert isinstance(first["prompt"], int)
     assert first["prompt"] == again["prompt"] != other["prompt"]
+
+
+@pytest.mark.parametrize("chunk", [None, 2, 4])
+def test_a_completion_ends_when_the_engine_takes_no_more_tokens(chunk: int | None) -> None:
+    class Short(Drawing):
+        """An engine that takes seven tokens, as vLLM does with ``--max-model-len 7``."""
+
+        async def generate(self, token_ids: Sequence[int], *, max_tokens: int, **how: Any) -> Answer:
+            assert len(token_ids) < 7, "vLLM answers 400"
+            count = min(max_tokens, 7 - len(token_ids))
+            return await super().generate(token_ids, max_tokens=count, **how | {"min_tokens": count})
+
+    client: Any = Short()
+    completer = EngineCompleter(client, new_tokens_per_chunk=chunk)
+    found = asyncio.run(completer.complete([1, 2], max_tokens=10, seed=0))
+    assert (len(found.token_ids), found.finish_reason) == (5, "length")
+
+
+def test_all_chunks_of_a_request_have_one_time() -> None:
+    left: list[float] = []
+
+    class Slow(Drawing):
+        async def generate(self, token_ids: Sequence[int], **how: Any) -> Answer:
+            left.append(how["timeout"])
+            loop.skip(3.0)
+            return await super().generate(token_ids, **how)
+
+    client: Any = Slow()
+    completer = EngineCompleter(client, new_tokens_per_chunk=1, timeout=7.0)
+    with closing(InstantLoop()) as loop:
+        loop.run_until_complete(completer.complete([1], max_tokens=4, min_tokens=4, seed=0))
+    assert left == [7.0, 4.0, 1.0, 0.0]
 
 
 def test_weights_that_nobody_has_labelled_are_version_0() -> None:
