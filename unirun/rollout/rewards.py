@@ -152,11 +152,15 @@ class Rewards:
                 self._all.discard(process)
             self._idle.put_nowait(None)
             raise
-        if isinstance(found, str) and process is not None:
-            await process.end()
-            self._all.discard(process)
-            process = None
-        self._idle.put_nowait(process)
+        if isinstance(found, _Result):
+            self._idle.put_nowait(process)
+            return found
+        try:
+            if process is not None:
+                self._all.discard(process)
+                await process.end()
+        finally:
+            self._idle.put_nowait(None)
         return found
 
     async def _started(self) -> _Process:

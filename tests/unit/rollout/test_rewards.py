@@ -151,6 +151,39 @@ def test_calls_that_are_open_end_with_the_processes_and_none_is_started_after_th
     play(story)
 
 
+def leave_another(fifo: str) -> None:
+    """Hang, and leave a process that keeps the pipes as long as the other end of `fifo` is open."""
+    if os.fork() == 0:
+        os.setsid()
+        with open(fifo, "rb") as end:
+            end.read()
+        os._exit(0)
+    time.sleep(3600)
+
+
+@pytest.mark.starts_processes
+def test_a_call_that_is_cancelled_while_its_process_is_replaced_gives_its_place_to_the_next(
+    tmp_path: Path,
+) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    keeps = os.open(fifo, os.O_RDWR)
+
+    async def story() -> None:
+        rewards = Rewards(leave_another, processes=1, timeout=0.5)
+        call = asyncio.create_task(rewards(str(fifo)))
+        await eventually_async(lambda: len(rewards._all) == 1)
+        (process,) = rewards._all
+        await eventually_async(lambda: process._process.returncode is not None)
+        call.cancel()
+        await asyncio.wait({call})
+        os.close(keeps)
+        await rewards.close()
+        await process.end()
+
+    play(story)
+
+
 def start_another(fifo: str) -> None:
     with open(fifo, "w") as out:
         subprocess.Popen(["sh", "-c", "echo; exec sleep 3600"], stdout=out)
