@@ -160,7 +160,7 @@ class Producer:
         except BaseException:
             self._give_up(room)
             raise
-        self._add(parts, version)
+        self._add(parts, version, room)
 
     async def put_async(self, value: object, version: int | None, most: int, deadline: float) -> None:
         """As `put`, in an event loop."""
@@ -171,7 +171,7 @@ class Producer:
         except asyncio.CancelledError:
             self._give_up(room)
             raise
-        self._add(parts, version)
+        self._add(parts, version, room)
 
     def _packed(self, value: object) -> _Parts:
         head, buffers = dump(value, f"an item of queue {self._queue!r}")
@@ -209,11 +209,15 @@ class Producer:
             queue=self._queue,
         )
 
-    def _add(self, parts: _Parts, version: int | None) -> None:
+    def _add(self, parts: _Parts, version: int | None, room: Future[None]) -> None:
         sizes = tuple(part.nbytes for part in parts)
         places, total = offsets(sizes)
-        with self._changed:
-            block = self._blocks.take(total, KEPT)
+        try:
+            with self._changed:
+                block = self._blocks.take(total, KEPT)
+        except BaseException:
+            self._give_up(room)
+            raise
         for place, part in zip(places, parts, strict=True):
             if part.nbytes:
                 # torch copies without the GIL.

@@ -17,6 +17,7 @@ from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
 from unirun.weights.gate import Counts
 from unirun.weights.producing import AwaitItem, Done, Hold, Producer, Take, offered
+from unirun.weights.publishing import Blocks
 
 MOST = 4
 RANKS = st.integers(0, 2)
@@ -173,3 +174,24 @@ def test_room_that_was_given_and_is_given_up_goes_to_the_next_that_waits() -> No
     producer._give_up(first)
     assert second.done()
     producer.close()
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_an_item_that_finds_no_memory_takes_no_room(awaited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def put() -> None:
+        if awaited:
+            asyncio.run(producer.put_async("an item", None, 1, -inf))
+        else:
+            producer.put("an item", None, 1, -inf)
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    with closing(Producer("q")) as producer:
+        with monkeypatch.context() as patch:
+            patch.setattr(Blocks, "take", fails)
+            for _ in range(2):
+                with pytest.raises(MemoryError):
+                    put()
+        put()
+        assert producer.left == 1
