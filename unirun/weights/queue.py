@@ -128,6 +128,10 @@ class RemoteProducer:
         """Say that these items are not needed any more. If that does not arrive, another consumer takes them."""
         self._tell(Done(self._queue, self._me, tuple(numbers), dropped))
 
+    def leave(self) -> None:
+        """Say that no item is needed, also none that was asked for and has not come."""
+        self._tell(Hold(self._queue, self._me, ()))
+
 
 class Consumer:
     """The items that one process takes from one queue. Not thread-safe, but for `changed`."""
@@ -269,6 +273,13 @@ class Consumer:
             if numbers := out.get(feed.line.who):
                 feed.used(numbers)
         self._drop_old(feeds)
+
+    def close(self, feeds: Sequence[RemoteProducer]) -> None:
+        """All items that were given out were used, and others take those that were not."""
+        self.done(feeds)
+        self._ready.clear()
+        for feed in feeds:
+            feed.leave()
 
 
 QUEUE_REPORT_INTERVAL = 1.0
@@ -504,11 +515,12 @@ class Queue:
             self._hub.gate(self.name).advance(version)
 
     def close(self) -> None:
-        """Producer: give the memory back, with all items that no consumer has taken. Consumer: all items were used."""
+        """Producer: give the memory back, with all items that no consumer has taken. Consumer: all items that it has
+        got were used; others get the rest."""
         if self._context.role == self.producer:
             self._items.close()
         else:
-            self.done()
+            self._consumer.close(list(self._feeds.values()))
         for line in (self._gate, *self._lines.values()):
             if line is not None:
                 line.close()

@@ -182,6 +182,18 @@ def test_an_item_that_is_put_after_hours_goes_to_the_consumer_that_waits(rollout
     assert actor.queue.get(timeout=0.1).value == "an item"
 
 
+def test_items_that_were_not_given_out_are_there_for_others_when_a_consumer_closes(
+    job: Job, rollout: End, actor: End
+) -> None:
+    other = End(job.starts("actor", 1, "a"))
+    for number in range(3):
+        rollout.queue.put(number, version=0)
+    with pytest.raises(QueueTimeout):
+        actor.queue.get_batch(4, timeout=0.1)
+    actor.queue.close()
+    assert [item.value for item in other.queue.get_batch(3, timeout=0.1)] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("some", [False, True])
 def test_items_that_are_here_are_given_out_though_all_producers_have_ended(
     job: Job, rollout: End, actor: End, some: bool
