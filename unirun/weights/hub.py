@@ -34,7 +34,7 @@ from unirun.weights.messages import (
     Request,
 )
 from unirun.weights.pairing import PairGroup
-from unirun.weights.producing import Demand, Producer
+from unirun.weights.producing import Demand, Producer, Take
 from unirun.weights.publishing import Publisher, buffers_of
 from unirun.weights.sources import Copy, PeerConnection, RemoteSource, Sent
 from unirun.weights.tensors import Box, Layout, Part
@@ -334,7 +334,11 @@ class Hub:
         if isinstance(request, Enter):
             self.gate(request.queue).handle(request, reply)
         elif isinstance(request, Demand):
-            self.producer(request.queue).handle(request, reply)
+            producer = self.producer(request.queue)
+            producer.handle(request, reply)
+            if isinstance(request, Take) and self._gone(request.taker):
+                # It has come after the news of its sender's end.
+                producer.lost(self._gone)
         else:
             holder = self._holders.get(request.channel)
             (holder or self.publisher(request.channel)).handle(request, reply)

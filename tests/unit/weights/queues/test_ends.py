@@ -8,11 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.json import encode
 
 from tests.unit.weights.job import Job, Worker
 from tests.unit.weights.queues.test_histories import AHEAD, End
 from unirun.errors import QueueEnded, QueueTimeout, UsageError
+from unirun.roles.transport.protocol import Parcel
 from unirun.weights.hub import MAX_WAIT_SECONDS
+from unirun.weights.messages import WEIGHTS
+from unirun.weights.producing import Take
 from unirun.weights.queue import QUEUE_REPORT_INTERVAL, Item, Queue
 
 FIRST = 2 * (AHEAD + 1)
@@ -180,6 +184,18 @@ def test_an_item_that_is_put_after_hours_goes_to_the_consumer_that_waits(rollout
         actor.queue.get(timeout=10_000.0)
     rollout.queue.put("an item", version=0)
     assert actor.queue.get(timeout=0.1).value == "an item"
+
+
+def test_an_item_that_a_dead_consumer_has_asked_for_is_there_for_others(
+    job: Job, rollout: End, actor: End
+) -> None:
+    """Its request comes after the news of its end."""
+    other = End(job.starts("actor", 1, "a"))
+    rollout.queue.put("an item", version=0)
+    job.dies(actor.worker)
+    asked = Parcel(encode(Take("q", actor.worker.who, here=False)))
+    rollout.worker.sockets.handlers[WEIGHTS](asked, lambda answer: None)
+    assert other.queue.get(timeout=0.1).value == "an item"
 
 
 def test_items_that_were_not_given_out_are_there_for_others_when_a_consumer_closes(
