@@ -305,11 +305,14 @@ class EngineClient:
                 yield known
 
     async def ready(self) -> None:
-        """Wait until an engine is ready. A load of large weights may take longer than the `timeout` of a request."""
+        """Wait until an engine is ready. A load of large weights may take longer than the `timeout` of a request.
+
+        Raises `UsageError` when the client is closed."""
         with page().awaiting(asyncio.get_running_loop()):
             async for engines in self.changes():
                 if any(each.ready for each in engines):
                     return
+        raise self._is_closed()
 
     async def complete(
         self,
@@ -438,10 +441,13 @@ class EngineClient:
     def _update(self) -> None:
         """Take over what the source says, and have a task that waits for more while there are requests."""
         if self._closed:
-            raise UsageError(f"the client of {self.role} is closed")
+            raise self._is_closed()
         self._take(self._source.engines())
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._look_for_changes(), name=f"engines of {self.role}")
+
+    def _is_closed(self) -> UsageError:
+        return UsageError(f"the client of {self.role} is closed")
 
     async def _look_for_changes(self) -> None:
         now = asyncio.get_running_loop().time

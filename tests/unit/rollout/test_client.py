@@ -295,6 +295,20 @@ def test_a_program_waits_for_the_first_engine_that_is_ready_and_its_requests_hav
     play(2, story)
 
 
+def test_a_program_that_waits_for_an_engine_is_told_that_the_client_was_closed() -> None:
+    async def story() -> None:
+        source = EngineList([Engine(0, 0, "http://e0", False)])
+        client = EngineClient("engine", engines=source)
+        waiting = asyncio.create_task(client.ready())
+        await asyncio.sleep(0)
+        await client.close()
+        source.set([Engine(0, 1, "http://e0", False)])
+        with pytest.raises(UsageError, match="the client of engine is closed"):
+            await waiting
+
+    asyncio.run(asyncio.wait_for(story(), WAIT_TIMEOUT))
+
+
 class Unknown(EngineList):
     """A list of engines that is unknown after `forget`, as when its master is gone."""
 
