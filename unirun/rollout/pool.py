@@ -288,7 +288,12 @@ class Pool:
             async with places:
                 return await self.group(data, sampling=sampling, counts=False)
 
-        found = await asyncio.gather(*map(one, prompts))
+        groups = [asyncio.ensure_future(one(data)) for data in prompts]
+        try:
+            found = await asyncio.gather(*groups)
+        finally:
+            for each in groups:
+                each.cancel()
         return [group for group in found if group is not None]
 
     async def feed(

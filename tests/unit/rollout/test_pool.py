@@ -352,6 +352,25 @@ def test_an_evaluation_is_not_counted_at_the_gate_nor_among_the_groups() -> None
     play(story)
 
 
+def test_an_evaluation_that_fails_ends_what_is_open() -> None:
+    async def agent(data: Any, client: Recorder) -> float:
+        if data["id"] != "p0":
+            raise ValueError("no answer")
+        await client.complete(data["input_ids"])
+        return 1.0
+
+    async def story() -> None:
+        engine = FakeCompleter()
+        engine.hold()
+        with pytest.raises(EpisodeFailed):
+            await Pool(engine, agent).evaluate(prompts(1 + MAX_FAILED_GROUPS))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert engine.waiting == 0
+
+    play(story)
+
+
 def test_each_episode_has_an_environment_of_its_own() -> None:
     seen: list[object] = []
 
