@@ -1,4 +1,4 @@
-"""What is wrong in a job file: where, what, and what to write."""
+"""The faults of a job file: their places, their words and their remedies."""
 
 from __future__ import annotations
 
