@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 MAX_STATE = 8 << 20
 """Bytes that one rank may save."""
 
+SYNC_ANSWER_TIMEOUT = 5.0
+"""Seconds beyond the time of a transfer of weights in which its workers tell how it has ended."""
+
 MASTER_ASK_TIMEOUT = 120.0
 """Seconds in which the master must answer. It is long as the store may be unavailable for a while."""
 
@@ -345,10 +348,12 @@ class BaseTrainer:
             last = self.master_handle.version(channel)
             version = 0 if last is None else last + 1
         publisher, *receivers = (self._groups[group_name(role)] for role in self._channels[channel])
-        publisher.sync_weights(channel, version, timeout)
+        # The time of a call is finite.
+        limit = None if timeout is None else min(max(timeout, 0.0), 1e9) + SYNC_ANSWER_TIMEOUT
+        publisher.sync_weights.options(timeout=limit).call(channel, version, timeout)
         # A publisher that was started again may not have what it was to publish; a receiver needs nothing else.
         refs = [
-            group.sync_weights.options(idempotent=True).call_async(channel, version, timeout)
+            group.sync_weights.options(idempotent=True, timeout=limit).call_async(channel, version, timeout)
             for group in receivers
         ]
         for ref in refs:

@@ -271,14 +271,16 @@ class TrainWorker(BaseWorkload):
             raise
         finally:
             enter(None)
-            session.end_loaders()
-            session.leave_as_told()
-            with self._begun:
-                self._calling = False
-                ending, self._ending = self._ending, None
-            if ending is not None:
-                # It must not end the groups that are formed from here on.
-                ending.join()
+            try:
+                session.end_loaders()
+                session.leave_as_told()
+            finally:
+                with self._begun:
+                    self._calling = False
+                    ending, self._ending = self._ending, None
+                if ending is not None:
+                    # It must not end the groups that are formed from here on.
+                    ending.join()
 
     def _clear(self) -> None:
         """End what is left of the attempt before."""

@@ -200,6 +200,7 @@ class Producer:
             else:
                 self._filling -= 1
                 self._make_room()
+                self._changed.notify_all()
 
     def _too_full(self, room: Future[None]) -> QueueTimeout:
         self._give_up(room)
@@ -333,4 +334,5 @@ class Producer:
             self._taken.clear()
             self._waiting.clear()
             self._blocks.close()
+            self._changed.notify_all()
         self.admissions.close(self.delivered + self.dropped)

@@ -610,7 +610,9 @@ class Queue:
         if now < self._told + QUEUE_REPORT_INTERVAL:
             return
         self._told = now
-        figures: dict[str, float | None] = {f"{self.name}/{what}": sec for what, sec in self._waits.items()}
+        figures: dict[str, float | None] = {
+            f"{self.name}/{what}": sec for what, sec in [*self._waits.items()]
+        }
         if self._context.role == self.producer:
             figures[f"{self.name}/items"] = float(len(self._items))
             if self._bound is not None:

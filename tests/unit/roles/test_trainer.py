@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from unirun.roles.calls.group import role_group
 from unirun.roles.context import Context
 from unirun.roles.inprocess import InprocTransport
 from unirun.roles.peers import Peer, Peers, RoleInfo
-from unirun.roles.workload import bind, group_name
+from unirun.roles.workload import SYNC_ANSWER_TIMEOUT, bind, group_name
 from unirun.values import WorkerId
 
 
@@ -138,21 +139,22 @@ def test_an_undeclared_channel_of_weights_is_an_error_with_the_declared_ones() -
 
 
 class Syncing:
-    """The method ``sync_weights`` of the workers of a role, which records the versions."""
+    """The method ``sync_weights`` of the workers of a role, which records the versions and the options."""
 
     def __init__(self) -> None:
         self.versions: list[int] = []
-        self.sync_weights, self.idempotent = self, False
+        self.told: list[dict[str, Any]] = []
+        self.sync_weights = self
 
-    def __call__(self, channel: str, version: int, timeout: float | None) -> None:
-        self.versions.append(version)
-
-    def options(self, *, idempotent: bool) -> Syncing:
-        self.idempotent = idempotent
+    def options(self, **options: Any) -> Syncing:
+        self.told.append(options)
         return self
 
-    def call_async(self, channel: str, version: int, timeout: float | None) -> Any:
+    def call(self, channel: str, version: int, timeout: float | None) -> None:
         self.versions.append(version)
+
+    def call_async(self, channel: str, version: int, timeout: float | None) -> Any:
+        self.call(channel, version, timeout)
         return SimpleNamespace(result=lambda: None)
 
 
@@ -183,7 +185,21 @@ def test_a_version_that_nobody_names_follows_the_latest(asked: list[int | None])
         latest = max(latest, expected[-1])
         assert trainer.sync_weights("policy", version=version) == latest
     assert [group.versions for group in groups.values()] == [expected] * 3
-    assert not groups["RG_ACTOR"].idempotent
+    assert groups["RG_ACTOR"].told == [{"timeout": None}] * len(asked)
+    assert groups["RG_ROLLOUT"].told == [{"timeout": None, "idempotent": True}] * len(asked)
+
+
+@pytest.mark.parametrize(("timeout", "limit"), [(7200.0, 7200.0), (math.inf, 1e9), (-1.0, 0.0)])
+def test_the_calls_for_a_version_have_its_time_though_it_is_longer_than_that_of_calls(
+    timeout: float, limit: float
+) -> None:
+    trainer = bound(made(), channels={"policy": ("actor", "rollout")})
+    groups: dict[str, Any] = {name: Syncing() for name in ("RG_ACTOR", "RG_ROLLOUT")}
+    trainer._groups, trainer._master_handle = groups, Committing()
+    trainer.sync_weights("policy", timeout=timeout)
+    told = {"timeout": limit + SYNC_ANSWER_TIMEOUT}
+    assert groups["RG_ACTOR"].told == [told]
+    assert groups["RG_ROLLOUT"].told == [told | {"idempotent": True}]
 
 
 def test_a_trainer_knows_the_resources_of_its_roles() -> None:

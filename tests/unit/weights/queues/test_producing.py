@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from math import inf
 
@@ -11,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import QueueTimeout
 from unirun.roles.calls.codec import load
 from unirun.roles.transport.protocol import Parcel
@@ -195,3 +199,29 @@ def test_an_item_that_finds_no_memory_takes_no_room(awaited: bool, monkeypatch: 
                     put()
         put()
         assert producer.left == 1
+
+
+@pytest.mark.parametrize("how", ["closed", "given up"])
+def test_who_waits_for_the_last_item_hears_that_it_will_not_come(how: str) -> None:
+    producer = Producer("q")
+    waits = threading.Event()
+
+    class Changed(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.set()
+            return super().wait(timeout)
+
+    producer._changed = Changed(producer._changed._lock)  # type: ignore[attr-defined]
+    if how == "closed":
+        producer.put("an item", None, 1, inf)
+    else:
+        room = producer._reserved(1)
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(producer.join, time.monotonic() + 2 * WAIT_TIMEOUT)
+        assert waits.wait(WAIT_TIMEOUT)
+        if how == "closed":
+            producer.close()
+        else:
+            producer._give_up(room)
+        joined.result(WAIT_TIMEOUT)
+    producer.close()
