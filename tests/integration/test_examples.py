@@ -60,7 +60,7 @@ class TestPPO:
         running = unirun.start(
             "--config", "job.yaml", "--max-restarts", 30, *config, cwd=EXAMPLES / "ppo_cartpole"
         )
-        running.lines(r"update +2 ")
+        running.lines(r"update +[2-9] ")
         schedule = ("--fault", "sigkill", "--every", "5s", "--for", "60s", "--seed", "1")
         found = unirun("inject", unirun.job_dir().name, "actor", *schedule, within=120)
         killed = Counter(re.findall(r"sigkill → (\w+:\d)", found.out))

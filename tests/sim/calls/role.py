@@ -273,10 +273,24 @@ class SimulatedRole:
         self.wake_all()
 
     def _dead(self, worker: SimulatedWorker) -> None:
+        """A generation that has met the dead worker is over. One that waits for it meets its successor."""
         self._tell(worker.me.rank, gone=True, endpoint="")
-        if not self._reforming:
+        if self._reforming:
+            return
+        met = worker.me.rank in self.meeting.get(self.generation, {}) or worker.generation == self.generation
+        if met:
             self._reforming = True
-            self.clock.after(self.delay() + 0.01, self._open)
+        self.clock.after(self.delay() + 0.01, self._open if met else partial(self._join, worker))
+
+    def _join(self, dead: SimulatedWorker) -> None:
+        """The successor of `dead` joins the generation that the others are about to form."""
+        rank = dead.me.rank
+        if self.workers[rank] is not dead:
+            return
+        fresh = WorkerId(ROLE, rank, dead.me.incarnation + 1)
+        self.workers[rank] = SimulatedWorker(self, fresh)
+        self._truth[rank] = Peer(fresh)
+        self._tell(None)
 
     def _open(self) -> None:
         """The next generation: who is dead gets a successor, all others are told."""

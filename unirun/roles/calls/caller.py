@@ -396,16 +396,24 @@ class Caller:
         who = call.prepared.role, call.ranks[index]
         peer = self._peers.find(*who)
         # Without the lock: what this thread has sent before either waits by now, or is on its way.
-        if who in self._parked or not _ready(peer, call):
+        if self._succeeds(peer) or who in self._parked or not _ready(peer, call):
             with self._lock:
                 peer = self._peers.find(*who)
-                if who in self._parked or not _ready(peer, call):
+                if self._succeeds(peer) or who in self._parked or not _ready(peer, call):
                     # Another thread will send it, which cannot let this one read the answer.
                     call.patience = None
                     self._parked.setdefault(who, deque()).append((call, index))
                     self._scheduler.soon(self._look)
                     return
         self._send_to(peer, call, index)
+
+    def _succeeds(self, peer: Peer) -> bool:
+        """Return True if this worker was never sent anything, and one before it is not given up yet: it may get calls
+        of that one, which come first."""
+        role, rank, incarnation = peer.address.role, peer.address.rank, peer.address.incarnation
+        return peer.address not in self._connections and any(
+            WorkerId(role, rank, before) in self._connections for before in range(incarnation)
+        )
 
     def _send_to(self, peer: Peer, call: Call, index: int) -> None:
         if peer.over:
@@ -485,7 +493,7 @@ class Caller:
         if sent is not None:
             took = self._scheduler.now() - call.began
             call.prepared.count.add(call.ranks[index], sent.size, parcel.size, took)
-        self._settle(call, index, parcel)
+        self._settle(call, index, call.replaced.get(index, parcel))
 
     def _was_refused(self, call: Call, index: int, generation: int) -> None:
         """A worker is in a later `generation` than the one that the call was made for. When `Peers` has heard of that
@@ -523,11 +531,30 @@ class Caller:
             self._send_parked(who)
 
     def _lose(self, connection: ReliableConnection, peer: Peer) -> None:
-        """The worker is dead, or has ended: its answers will not come. `peer` holds the rank now."""
+        """The worker is dead, or has ended: its answers will not come. `peer` holds the rank now.
+
+        A worker that has died before it has formed the generation of a call has not begun it, and others may wait in it
+        for that rank: the successor gets the part, if it joins the same generation. If it does not, its part is lost
+        then.
+        """
+        successors = list[tuple[Call, int]]()
         for call, index in connection.lose():
+            loss = _lost(connection.address, peer, call)
             if not call.retries:
                 self._losses.reported(connection.address)
-            self._settle(call, index, _lost(connection.address, peer, call))
+            if call.joint and call.generation == peer.generation and not peer.over:
+                successors.append((call, index))
+                call.sent_to[index] = None
+                if not call.retries:
+                    call.replaced = {index: loss, **call.replaced}
+            else:
+                self._settle(call, index, loss)
+        if successors:
+            # Before all that was sent later.
+            with self._lock:
+                who = connection.address.role, connection.address.rank
+                self._parked.setdefault(who, deque()).extendleft(reversed(successors))
+            self._scheduler.soon(self._look)
 
     def _send_parked(self, who: tuple[str, int]) -> None:
         """Send what waits for one rank, in order; what comes meanwhile queues up behind it."""
