@@ -222,6 +222,8 @@ class SimulatedRole:
         self.losses: list[tuple[int, float]] = []
         """The times at which ranks died that had been called: the next call reports the death."""
         self.listeners: list[Callable[[], None]] = []
+        self.joins_anew = False
+        """The successor of a worker that has not formed a generation joins it."""
         self.to_lose = 0
         """The number of answers whose connection breaks before they arrive."""
         self._views: deque[dict[int, Peer]] = deque()
@@ -273,14 +275,14 @@ class SimulatedRole:
         self.wake_all()
 
     def _dead(self, worker: SimulatedWorker) -> None:
-        """A generation that has met the dead worker is over. One that waits for it meets its successor."""
+        """A generation that has met the dead worker is over. One that waits for it may meet its successor."""
         self._tell(worker.me.rank, gone=True, endpoint="")
         if self._reforming:
             return
         met = worker.me.rank in self.meeting.get(self.generation, {}) or worker.generation == self.generation
-        if met:
-            self._reforming = True
-        self.clock.after(self.delay() + 0.01, self._open if met else partial(self._join, worker))
+        joins = self.joins_anew and not met
+        self._reforming = not joins
+        self.clock.after(self.delay() + 0.01, partial(self._join, worker) if joins else self._open)
 
     def _join(self, dead: SimulatedWorker) -> None:
         """The successor of `dead` joins the generation that the others are about to form."""

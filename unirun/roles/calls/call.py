@@ -10,10 +10,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-from unirun.errors import CallError, EncodingError, InvocationTimeout, UsageError, WireError, WorkerLost
+from unirun.errors import EncodingError, InvocationTimeout, UsageError, WireError, WorkerLost
 from unirun.observe.spans import TraceSpan
 from unirun.roles.calls.codec import INTERRUPTED, OK, load, load_error, outcome_of
 from unirun.roles.calls.policy import Invocation
@@ -61,8 +60,6 @@ class Call:
     - `generation`: the one of the role in which all workers of a joint call run it, -1 until the first part is sent. A
       new attempt has a new `seq` and perhaps a later generation.
     - `sent_to`: for each rank the worker to which its part was sent.
-    - `replaced`: for an index, the loss of a worker that had not begun. Its successor runs the call in its place, as
-      others may have begun, and this is the outcome.
     - `unreported`: a worker whose loss this call reports instead of being sent.
     - `patience`: the seconds for which the calling thread will do nothing but wait for the only part. None once that
       was sent.
@@ -76,7 +73,6 @@ class Call:
     patience: float | None = None
     over = failing = False
     fetch: Wait | None = None
-    replaced: Mapping[int, CallError] = MappingProxyType({})
     _bad = 0
     _failure: BaseException | None = None
     _value: tuple[Any] | None = None

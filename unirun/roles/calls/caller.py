@@ -493,7 +493,7 @@ class Caller:
         if sent is not None:
             took = self._scheduler.now() - call.began
             call.prepared.count.add(call.ranks[index], sent.size, parcel.size, took)
-        self._settle(call, index, call.replaced.get(index, parcel))
+        self._settle(call, index, parcel)
 
     def _was_refused(self, call: Call, index: int, generation: int) -> None:
         """A worker is in a later `generation` than the one that the call was made for. When `Peers` has heard of that
@@ -534,21 +534,18 @@ class Caller:
         """The worker is dead, or has ended: its answers will not come. `peer` holds the rank now.
 
         A worker that has died before it has formed the generation of a call has not begun it, and others may wait in it
-        for that rank: the successor gets the part, if it joins the same generation. If it does not, its part is lost
-        then.
+        for that rank. The successor gets the part of an idempotent call, if it joins the same generation; if it does
+        not, its part is lost then. Of another call the loss is told at once.
         """
         successors = list[tuple[Call, int]]()
         for call, index in connection.lose():
-            loss = _lost(connection.address, peer, call)
-            if not call.retries:
-                self._losses.reported(connection.address)
-            if call.joint and call.generation == peer.generation and not peer.over:
+            if call.joint and call.retries and call.generation == peer.generation and not peer.over:
                 successors.append((call, index))
                 call.sent_to[index] = None
-                if not call.retries:
-                    call.replaced = {index: loss, **call.replaced}
-            else:
-                self._settle(call, index, loss)
+                continue
+            if not call.retries:
+                self._losses.reported(connection.address)
+            self._settle(call, index, _lost(connection.address, peer, call))
         if successors:
             # Before all that was sent later.
             with self._lock:
