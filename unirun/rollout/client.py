@@ -625,7 +625,7 @@ class AddressFile:
         now = time.monotonic()
         if now - self._looked >= ADDRESSES_POLL_INTERVAL:
             self._look()
-            # After an error the next one looks again, and is told, too.
+            # Only after a success: each request of a role without addresses reads them, and fails with the same error.
             self._looked = now
         return self._engines
 

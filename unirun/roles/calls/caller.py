@@ -408,8 +408,8 @@ class Caller:
         self._send_to(peer, call, index)
 
     def _succeeds(self, peer: Peer) -> bool:
-        """Return True if this worker was never sent anything, and one before it is not given up yet: it may get calls
-        of that one, which come first."""
+        """Return True if nothing was sent to this worker yet, and the connection to its predecessor is still kept: the
+        calls of that one may be sent to this worker first."""
         role, rank, incarnation = peer.address.role, peer.address.rank, peer.address.incarnation
         return peer.address not in self._connections and any(
             WorkerId(role, rank, before) in self._connections for before in range(incarnation)
@@ -534,8 +534,8 @@ class Caller:
         """The worker is dead, or has ended: its answers will not come. `peer` holds the rank now.
 
         A worker that has died before it has formed the generation of a call has not begun it, and others may wait in it
-        for that rank. The successor gets the part of an idempotent call, if it joins the same generation; if it does
-        not, its part is lost then. Of another call the loss is told at once.
+        for that rank. The successor gets the part of an idempotent call if it joins the same generation; if it joins
+        a later one, the part fails then. Any other call fails at once.
         """
         successors = list[tuple[Call, int]]()
         for call, index in connection.lose():

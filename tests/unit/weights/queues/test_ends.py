@@ -112,7 +112,7 @@ def test_an_end_does_only_what_its_role_does(
             {"batch": 1, "max_head_offpolicyness": 0, "max_concurrent_rollouts": 0},
             "max_concurrent_rollouts is 0",
         ),
-        ("actor", {"consumer": "nobody"}, "nobody"),
+        ("actor", {"consumer": "reward"}, "no role .reward."),
     ],
 )
 def test_numbers_and_roles_that_do_not_fit_are_errors(
