@@ -101,7 +101,7 @@ def words(decision: Decision, loss: Loss, kind: str) -> str:
         "join": "the rank, in the generation that is formed",
         "end_job": f"the job ends with {code}",
     }[decision.action]
-    return f"{text}, at no cost" if decision.free or decision.action == "join" else text
+    return f"{text}, at no cost" if decision.free else text
 
 
 def row(case: Case, kinds: tuple[str, ...], told: str) -> str:

@@ -168,7 +168,8 @@ class Loss(Value):
     `recoverable`: all of them have reported that they are; None when one has not reported yet. Only trainers need it.
     `first_start`: the rank was never restarted. `permanent`: its error would come again in every restart.
     `stale`: the worker had not begun to form the role's present generation; it was still in an earlier one, which
-    another death had ended, or could not be woken in that.
+    another death had ended, or could not be woken in that. `called`: calls for the present one may have been sent to
+    it.
     `elsewhere`: the ranks go to other nodes. `together`: all ranks of the role have to restart, whatever its level is.
     `fatal` is the exit code, if no restart follows it. `asked`: nothing has failed, somebody wants them to leave.
     `taken`: another process has its port, so that it cannot have started. `leaving`: so many of the ranks live still.
@@ -181,6 +182,7 @@ class Loss(Value):
     first_start: bool = False
     permanent: bool = False
     stale: bool = False
+    called: bool = False
     elsewhere: bool = False
     together: bool = False
     fatal: int = 0
@@ -205,6 +207,7 @@ def decide(
     A restart resets nothing: the second failure is handled like the first, with one restart less left. However many
     ranks are lost at once, that is one restart of the role. A `stale` worker costs none: the death that ended its
     generation has paid. It has left nothing in the store of the present one, so its successor can take its place there.
+    It does not if the worker was `called` in that: no rank may wait in a call for a successor that does not get it.
 
     A permanent error ends the job when it comes in the first start of a rank. Later it may be an accident all the same,
     as the code has run on that rank: its restarts are spent first.
@@ -218,10 +221,9 @@ def decide(
         job = NO_RESTARTS if loss.asked else job
         return _above_the_role(f"{loss.what}; {_why_not_recoverable(loss)}", job)
     if loss.stale:
-        joins = f"joins generation {role.generation} at no cost"
-        return Decision(
-            "join", f"{loss.what}; it was in a generation that another death had ended, and {joins}"
-        )
+        joins = f"joins generation {role.generation + loss.called} at no cost"
+        reason = f"{loss.what}; it was in a generation that another death had ended, and {joins}"
+        return Decision("restart_worker" if loss.called else "join", reason, free=True)
     if loss.asked:
         return _move(loss, role)
     if loss.taken:

@@ -141,7 +141,7 @@ def _fail(draft: JobDraft, worker: WorkerState, event: WorkerExited, end: Exit) 
     name, rank = event.worker.role, event.worker.rank
     role = draft.role(name)
     failure = failure_of(draft.state, worker, event, end)
-    loss = _loss(role, draft.state.role_spec(name), worker, event, end)
+    loss = _loss(draft.state, role, worker, event, end)
     placement = None
     if event.cause in ("own", "silent") and not (loss.stale or loss.taken or is_consequence(failure)):
         if likely_cause(failure).kind == "disk_full":
@@ -287,7 +287,7 @@ def _fatal(spec: RoleSpec, event: WorkerExited, end: Exit) -> int:
     return end.status if own and end.status in spec.fatal_exit_codes else 0
 
 
-def _loss(role: RoleState, spec: RoleSpec, worker: WorkerState, event: WorkerExited, end: Exit) -> Loss:
+def _loss(state: JobState, role: RoleState, worker: WorkerState, event: WorkerExited, end: Exit) -> Loss:
     """The loss of `worker` (its state before it ended) for the policy."""
     in_past = not role.is_program and max(worker.generation, event.met) < role.generation
     # Where its peers are in a function that survives, a rank that has not entered it cannot form the next generation.
@@ -307,7 +307,9 @@ def _loss(role: RoleState, spec: RoleSpec, worker: WorkerState, event: WorkerExi
         or (event.error is not None and event.error.permanent)
         or (role.is_program and end.code in NOT_EXECUTED),
         stale=in_past and (event.cause == "stuck" or enters or not role.up(worker)),
-        fatal=_fatal(spec, event, end),
+        # Callers know a generation once its store is there.
+        called=state.spec.transport in worker.addresses and role.opened == role.generation,
+        fatal=_fatal(state.role_spec(role.name), event, end),
         taken=event.taken and worker.new_ports < NEW_PORTS,
     )
 
@@ -347,7 +349,7 @@ def _carry_out(
     runs = draft.role(name).phase is RolePhase.RUNNING
     if runs and (waiting := consequences(unit_of(draft.state, [failed]))):
         draft.record("affected", waiting, source)
-    if rank is not None and not decision.free and decision.action != "join":
+    if rank is not None and not decision.free:
         _pay(draft, name, rank)
     restart(draft, name, decision)
 

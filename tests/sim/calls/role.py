@@ -222,8 +222,6 @@ class SimulatedRole:
         self.losses: list[tuple[int, float]] = []
         """The times at which ranks died that had been called: the next call reports the death."""
         self.listeners: list[Callable[[], None]] = []
-        self.joins_anew = False
-        """The successor of a worker that has not formed a generation joins it."""
         self.to_lose = 0
         """The number of answers whose connection breaks before they arrive."""
         self._views: deque[dict[int, Peer]] = deque()
@@ -275,21 +273,21 @@ class SimulatedRole:
         self.wake_all()
 
     def _dead(self, worker: SimulatedWorker) -> None:
-        """A generation that has met the dead worker is over. One that waits for it may meet its successor."""
-        self._tell(worker.me.rank, gone=True, endpoint="")
+        """The successor of a worker that nobody could call, and that has not met the others, joins the generation that
+        they are about to form. Any other death ends the generation."""
+        rank = worker.me.rank
+        called = bool(self._truth[rank].endpoint)
+        self._tell(rank, gone=True, endpoint="")
         if self._reforming:
             return
-        met = worker.me.rank in self.meeting.get(self.generation, {}) or worker.generation == self.generation
-        joins = self.joins_anew and not met
+        joins = not called and rank not in self.meeting.get(self.generation, {})
         self._reforming = not joins
-        self.clock.after(self.delay() + 0.01, partial(self._join, worker) if joins else self._open)
+        self.clock.after(self.delay() + 0.01, partial(self._replace, rank) if joins else self._open)
 
-    def _join(self, dead: SimulatedWorker) -> None:
-        """The successor of `dead` joins the generation that the others are about to form."""
-        rank = dead.me.rank
-        if self.workers[rank] is not dead:
+    def _replace(self, rank: int) -> None:
+        if not self._truth[rank].gone:
             return
-        fresh = WorkerId(ROLE, rank, dead.me.incarnation + 1)
+        fresh = WorkerId(ROLE, rank, self.workers[rank].me.incarnation + 1)
         self.workers[rank] = SimulatedWorker(self, fresh)
         self._truth[rank] = Peer(fresh)
         self._tell(None)
@@ -298,11 +296,8 @@ class SimulatedRole:
         """The next generation: who is dead gets a successor, all others are told."""
         self._reforming = False
         self.generation += 1
-        for rank, worker in enumerate(self.workers):
-            if self._truth[rank].gone:
-                fresh = WorkerId(ROLE, rank, worker.me.incarnation + 1)
-                self.workers[rank] = SimulatedWorker(self, fresh)
-                self._truth[rank] = Peer(fresh)
+        for rank in range(self.size):
+            self._replace(rank)
         self._tell(None)
         for worker in self.workers:
             self.clock.after(self.delay(), partial(worker.hear, self.generation))

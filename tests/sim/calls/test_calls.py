@@ -27,12 +27,6 @@ SEEDS = int(os.environ.get("UNIRUN_SIM_SEEDS", "600"))
 ONE = os.environ.get("UNIRUN_SIM_SEED")
 CALL_TIMEOUT = 1000.0
 
-METHODS = (
-    ("step", "step", "step", "two_steps", "step_again", "note"),
-    ("step_again", "step_again", "note"),
-)
-"""Those that are called; the second ones where successors join a generation that others wait in."""
-
 
 class History:
     """The history that a seed stands for. `run` raises AssertionError when something is wrong."""
@@ -65,9 +59,6 @@ class History:
         for _ in range(self.rng.choice((0, 0, 1, 4))):
             self.clock.after(self.rng.uniform(0.0, 1.0), self._cut)
         self.role.to_lose = self.rng.choice((0, 0, 3, 20))
-        # A loss ends a call that is not repeated, and others may have begun it: they would wait for ever.
-        self.role.joins_anew = self.rng.random() < 0.5
-        self.methods = METHODS[self.role.joins_anew]
 
     def _kill(self, rank: int) -> None:
         self.log.append(f"{self.clock.now:.4f} {ROLE}:{rank} is killed")
@@ -81,7 +72,7 @@ class History:
     def _train(self) -> None:
         open_refs: list[tuple[str, int, list[int], InvocationRef[Any], float]] = []
         for number in range(1, 20):
-            method = self.rng.choice(self.methods)
+            method = self.rng.choice(("step", "step", "step", "two_steps", "step_again", "note"))
             ranks = [self.rng.randrange(self.role.size)] if method == "note" else [*range(self.role.size)]
             group = self.group[ranks[0]] if method == "note" else self.group
             ref = getattr(group, method).call_async(number)
@@ -95,10 +86,9 @@ class History:
         self.trainer.wait(lambda: self.clock.now > self.last_death)
         # Each loss is told once: one call after the other, none fails more often than ranks have died.
         for _ in range(len(self.role.deaths) + 1):
-            last = self.methods[0]
-            ref = getattr(self.group, last).call_async(7)
+            ref = self.group.step.call_async(7)
             ref.wake_with(lambda _: self.trainer.wake())
-            if self._take(last, 7, [*range(self.role.size)], ref, self.clock.now):
+            if self._take("step", 7, [*range(self.role.size)], ref, self.clock.now):
                 return
         raise AssertionError("a loss was told twice")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from signal import SIGKILL
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -70,3 +73,27 @@ def test_nor_does_what_an_agent_holds_when_it_finds_another_master(generation: i
     role = job.state.roles["actor"]
     assert role.generation == before.roles["actor"].generation
     assert all(worker.generation <= role.generation for worker in role.workers)
+
+
+@pytest.mark.parametrize("served", [True, False])
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_stuck_rank_that_may_have_got_calls_of_the_present_generation_has_its_successor_in_the_next(
+    served: bool, opened: bool
+) -> None:
+    """Rank 2 dies. Rank 1 does not come out of the generation that this has ended, so its agent kills it. Others may
+    begin a call of the present generation once a worker holds rank 1 in it. That one must have the call."""
+    job = serving() if served else launched()
+    job.stores_open = opened
+    job.exits("actor", 2, by=SIGKILL).exits("actor", 1, by=SIGKILL, cause="stuck")
+    job.stores_open = True
+    if not opened:
+        job.on(StoreOpened("actor", 1))
+    role = job.state.roles["actor"]
+    assert role.generation == (2 if served and opened else 1)
+    assert role.restarts == 1
+    assert [(worker.incarnation, worker.live) for worker in role.workers] == [
+        (0, True),
+        (1, True),
+        (1, True),
+        (0, True),
+    ]

@@ -225,6 +225,11 @@ class TestAProcessAlone:
         )
         assert decide(replace(stale, recoverable=False), *alone("trainer")).action == "end_job"
 
+    def test_the_successor_of_one_that_was_called_in_the_present_generation_joins_the_next(self) -> None:
+        decision = decide(replace(WORKER, stale=True, called=True), *alone(spent=3, generation=2))
+        assert (decision.action, decision.free) == ("restart_worker", True)
+        assert decision.reason.endswith("had ended, and joins generation 3 at no cost")
+
 
 @pytest.mark.parametrize(("restart", "action"), [("process", "restart_worker"), ("role", "restart_role")])
 def test_a_store_that_never_served_spends_a_restart(restart: Restart, action: str) -> None:
@@ -302,7 +307,8 @@ class TestAnyLoss:
         self, loss: Loss, role: RoleState, budget: Budget
     ) -> None:
         decision = decide(replace(loss, stale=True), role, budget)
-        assert decision.action == ("end_job" if unrecoverable(loss, role) else "join")
+        again = "restart_worker" if loss.called else "join"
+        assert decision.action == ("end_job" if unrecoverable(loss, role) else again)
         assert decision.code != EXIT_BUDGET
 
 

@@ -396,24 +396,16 @@ class Caller:
         who = call.prepared.role, call.ranks[index]
         peer = self._peers.find(*who)
         # Without the lock: what this thread has sent before either waits by now, or is on its way.
-        if self._succeeds(peer) or who in self._parked or not _ready(peer, call):
+        if who in self._parked or not _ready(peer, call):
             with self._lock:
                 peer = self._peers.find(*who)
-                if self._succeeds(peer) or who in self._parked or not _ready(peer, call):
+                if who in self._parked or not _ready(peer, call):
                     # Another thread will send it, which cannot let this one read the answer.
                     call.patience = None
                     self._parked.setdefault(who, deque()).append((call, index))
                     self._scheduler.soon(self._look)
                     return
         self._send_to(peer, call, index)
-
-    def _succeeds(self, peer: Peer) -> bool:
-        """Return True if nothing was sent to this worker yet, and the connection to its predecessor is still kept: the
-        calls of that one may be sent to this worker first."""
-        role, rank, incarnation = peer.address.role, peer.address.rank, peer.address.incarnation
-        return peer.address not in self._connections and any(
-            WorkerId(role, rank, before) in self._connections for before in range(incarnation)
-        )
 
     def _send_to(self, peer: Peer, call: Call, index: int) -> None:
         if peer.over:
@@ -531,27 +523,11 @@ class Caller:
             self._send_parked(who)
 
     def _lose(self, connection: ReliableConnection, peer: Peer) -> None:
-        """The worker is dead, or has ended: its answers will not come. `peer` holds the rank now.
-
-        A worker that has died before it has formed the generation of a call has not begun it, and others may wait in it
-        for that rank. The successor gets the part of an idempotent call if it joins the same generation; if it joins
-        a later one, the part fails then. Any other call fails at once.
-        """
-        successors = list[tuple[Call, int]]()
+        """The worker is dead, or has ended: its answers will not come. `peer` holds the rank now."""
         for call, index in connection.lose():
-            if call.joint and call.retries and call.generation == peer.generation and not peer.over:
-                successors.append((call, index))
-                call.sent_to[index] = None
-                continue
             if not call.retries:
                 self._losses.reported(connection.address)
             self._settle(call, index, _lost(connection.address, peer, call))
-        if successors:
-            # Before all that was sent later.
-            with self._lock:
-                who = connection.address.role, connection.address.rank
-                self._parked.setdefault(who, deque()).extendleft(reversed(successors))
-            self._scheduler.soon(self._look)
 
     def _send_parked(self, who: tuple[str, int]) -> None:
         """Send what waits for one rank, in order; what comes meanwhile queues up behind it."""

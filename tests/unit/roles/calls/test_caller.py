@@ -131,7 +131,7 @@ class FakeTransport(Unreachable):
 
     def __init__(self) -> None:
         self.unreachable: set[int] = set()
-        self.open: dict[int, list[Callable[[Parcel], None]]] = {0: [], 1: [], 2: []}
+        self.open: dict[int, list[Callable[[Parcel], None]]] = {0: [], 1: []}
         self.patience: list[float | None] = []
 
     def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Any:
@@ -363,81 +363,6 @@ def test_a_call_whose_last_answers_come_at_once_is_made_again_once(monkeypatch: 
     while clock.now == began:
         assert clock.run_next()
     assert [len(fake_transport.open[rank]) for rank in (0, 1)] == [2, 2]
-
-
-class Three(FakePeers):
-    """A directory of three ranks in one generation."""
-
-    def __init__(self, *places: Peer) -> None:
-        super().__init__()
-        self.places = list(places)
-
-    def size(self, role: str) -> int:
-        return 3
-
-    def find(self, role: str, rank: int) -> Peer:
-        return self.places[rank]
-
-    def becomes(self, rank: int, place: Peer) -> None:
-        self.places[rank] = place
-        for listener in self._listeners:
-            listener()
-
-
-def rank_of_three(rank: int, incarnation: int = 0, *, serves: bool = True, generation: int = 1) -> Peer:
-    return Peer(WorkerId("actor", rank, incarnation), "here" if serves else "", generation)
-
-
-@pytest.mark.parametrize("order", [(0, 2), (2, 0)])
-def test_no_rank_is_alone_in_an_idempotent_call_whose_generation_another_one_joins_anew(
-    order: tuple[int, int],
-) -> None:
-    """Rank 0 dies before it has formed the generation of the call, and another worker joins that in its place. Rank 1
-    has the call, and would wait in a collective for both."""
-    clock, transport = FakeClock(), FakeTransport()
-    directory = Three(rank_of_three(0), rank_of_three(1), rank_of_three(2, serves=False))
-    caller = Caller(
-        WorkerId("trainer", 0, 0), directory, transport, call_timeout=60.0, scheduler=FakeScheduler(clock)
-    )
-    began, options = (
-        clock.now,
-        Invocation(idempotent=True, retries=3, blocking=False),
-    )
-    call = caller.invoke(caller.method("actor", "step", options), (), {})
-    assert [len(each) for each in transport.open.values()] == [1, 1, 0]
-    news = {0: rank_of_three(0, 1), 2: rank_of_three(2)}
-    for rank in order:
-        directory.becomes(rank, news[rank])
-    while clock.now < began + 1.0:
-        assert clock.run_next()
-    assert [len(each) for each in transport.open.values()] == [2, 1, 1]
-    for rank, number in ((0, 1), (1, 0), (2, 0)):
-        transport.open[rank][number](RESULT)
-    assert call.result(0) == [42, 42, 42]
-    caller.close()
-
-
-def test_a_worker_gets_the_calls_of_the_one_before_it_first() -> None:
-    """Also when a call is made before the caller has looked at the news of both."""
-    clock, transport = FakeClock(), FakeTransport()
-    directory = Three(*map(rank_of_three, range(3)))
-    caller = Caller(
-        WorkerId("trainer", 0, 0), directory, transport, call_timeout=60.0, scheduler=FakeScheduler(clock)
-    )
-    began = clock.now
-    method = caller.method("actor", "step", Invocation(idempotent=True, retries=3, blocking=False))
-    first, second = (caller.invoke(method, (), {}) for _ in range(2))
-    directory.places[0] = rank_of_three(0, 1)
-    third = caller.invoke(method, (), {})
-    directory.becomes(0, rank_of_three(0, 1))
-    while clock.now < began + 1.0:
-        assert clock.run_next()
-    assert [len(each) for each in transport.open.values()] == [2 + 3, 3, 3]
-    for number, call in enumerate((first, second, third)):
-        for rank in range(3):
-            transport.open[rank][number + (2 if rank == 0 else 0)](RESULT)
-        assert call.result(0) == [42, 42, 42]
-    caller.close()
 
 
 class Silent:
