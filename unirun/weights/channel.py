@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import zlib
@@ -356,7 +357,7 @@ class WeightsChannel:
         that is, at the deadline or when no change will help."""
         while True:
             updates = self._context.peers.updates
-            found, missing = self._publishers()
+            found, missing = self._publishers(deadline)
             yield found, missing
             if missing is None:
                 return
@@ -365,13 +366,13 @@ class WeightsChannel:
                 raise missing
             self._context.peers.wait(updates, min(left, VERSION_REPORT_INTERVAL))
 
-    def _publishers(self) -> tuple[list[RemoteSource], WeightsTimeout | PeerLost | None]:
+    def _publishers(self, deadline: float) -> tuple[list[RemoteSource], WeightsTimeout | PeerLost | None]:
         """The ranks of the publisher that can be reached, and what is to be said of one that cannot."""
         found: list[RemoteSource] = []
         missing: WeightsTimeout | PeerLost | None = None
         for rank in range(self._context.peers.size(self.publisher)):
             try:
-                source = self._source(self.publisher, rank)
+                source = self._source(self.publisher, rank, deadline)
             except PeerLost as error:
                 missing = error
                 continue
@@ -385,17 +386,19 @@ class WeightsChannel:
                 )
         return found, missing
 
-    def _source(self, role: str, rank: int) -> RemoteSource | None:
+    def _source(self, role: str, rank: int, deadline: float) -> RemoteSource | None:
         """The worker of a rank, if it can be reached. Raises `PeerLost` when it has ended for good."""
-        known = self._sources.pop((role, rank), None)
+        known = self._sources.get((role, rank))
         line = self._hub.line(role, rank, known.line if known is not None else None)
         if line is None:
             return None
         if known is not None and line is known.line:
-            self._sources[role, rank] = known
             return known
         if known is not None:
             known.unlink()
+            if line.who == known.who and not self._answers(line, deadline):
+                # It has died, and the news of it come.
+                return None
         publishes = role == self.publisher
         here = publishes and self._hub.is_here(line)
         host = self._context.node if publishes and not here else ""
@@ -421,12 +424,22 @@ class WeightsChannel:
         self._sources[role, rank] = source
         return source
 
+    def _answers(self, line: PeerConnection, deadline: float) -> bool:
+        """Return True if there is somebody at the other end of a new connection."""
+        left = max(deadline - time.monotonic(), 0.0)
+        try:
+            line.ask(Peek(self.name, None)).result(min(left, PEEK_TIMEOUT))
+        except (PeerLost, FutureTimeout):
+            line.close()
+            return False
+        return True
+
     def _other(self, reader: str) -> RemoteSource | None:
         """The receiver that has told publishers this name."""
         worker, _, incarnation = reader.partition(" ")
         role, _, rank = worker.rpartition(":")
         try:
-            line = self._source(role, int(rank))
+            line = self._source(role, int(rank), math.inf)
         except PeerLost:
             return None
         if line is None or line.who.incarnation != int(incarnation):
@@ -448,7 +461,7 @@ class WeightsChannel:
         for role in self.receivers:
             for rank in range(peers.size(role)):
                 try:
-                    source = self._source(role, rank)
+                    source = self._source(role, rank, target.deadline)
                 except PeerLost:
                     continue
                 if source is not None:

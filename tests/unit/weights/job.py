@@ -222,7 +222,7 @@ class Sockets:
 
     def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None], name: str) -> Link:
         server = self._job.workers[peer.role, peer.rank]
-        if server.who != peer or server.phase == "lost" or self._worker.phase == "lost":
+        if server.who != peer or self._worker.phase == "lost":
             raise ChannelError(f"nobody answers for {peer}")
         return Link(self._job, self._worker, server, name, broken)
 
@@ -243,6 +243,9 @@ class Link:
 
     def call(self, parcel: Parcel, done: Callable[[Parcel], None]) -> None:
         self._job.happens()
+        if self.server.phase == "lost":
+            # It was so when this connected, and nobody has been told.
+            self.breaks(f"{self.server.who} does not answer")
         if not (self._over or self.server in self._job.stalled):
             self.server.sockets.handlers[self._name](parcel, partial(self._answered, done))
             self._job.happens()

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -205,13 +206,13 @@ def test_only_receivers_on_another_host_than_a_publisher_share_what_they_get_and
     monkeypatch.setattr(hub.Hub, "pair", lambda self, *args: pairs.append(args))
     for reader in (near, far):
         reader.channel.receive(reader.tensors, timeout=1.0)
-    source = near.channel._source("actor", 0)
+    source = near.channel._source("actor", 0, channel.job.now)
     assert source is not None
     assert (source._host, source._pairing) == ("", None)
-    source = far.channel._source("rollout", 0)
+    source = far.channel._source("rollout", 0, channel.job.now)
     assert source is not None
     assert (source._host, source._pairing) == ("", None)
-    source = far.channel._source("actor", 1)
+    source = far.channel._source("actor", 1, channel.job.now)
     assert source is not None
     assert source._host == "b"
     assert source._pairing is not None
@@ -286,6 +287,25 @@ def test_a_receiver_has_the_version_of_another_while_there_is_no_publisher(
     with pytest.raises(WeightsTimeout) if wanted == 2 else nullcontext():
         assert second.channel.receive(second.tensors, min_version=wanted, timeout=1.0) == 1
         assert same(second.tensors, content(0, 1))
+
+
+def test_after_the_loss_of_a_publisher_receive_waits_for_the_news_of_its_death_and_for_its_successor(
+    channel: Channel,
+) -> None:
+    """A process that dies may still have connections accepted by its kernel, and the news take a while."""
+    reader = channel.readers[0]
+    assert reader.channel.receive(reader.tensors, timeout=1.0) == 1
+    lost = channel.job.workers["actor", 0]
+    channel.job.meanwhile.append(partial(channel.job.dies, lost, told=False))
+    with pytest.raises(PeerLost):
+        reader.channel.receive(reader.tensors, min_version=2, timeout=20.0)
+
+    def successor() -> None:
+        channel.start_publisher(0)
+        channel.all_publish(False, 0)
+
+    channel.job.meanwhile.extend((lambda: None, lambda: None, channel.job.tells, successor))
+    assert reader.channel.receive(reader.tensors, min_version=2, timeout=20.0) == 2
 
 
 def begin_again(channel: Channel, rank: int) -> None:
