@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import unirun
 from tests.testbed.importing import Importing
 from unirun.launcher.warm.files import AT_START, VARIABLE, folders_of
 
@@ -49,11 +50,16 @@ _AT_START = _starting({name: value for name, value in os.environ.items() if name
 
 def may_fork(env: Mapping[str, str], cwd: Path) -> bool:
     """Return True if a command in the environment `env` and the directory `cwd` may be a fork of one in the environment of
-    these tests. It cannot be if a folder of its PYTHONPATH has what an interpreter imports when it starts."""
-    programs = (
-        Path(folder, f"{name}.py") for folder in folders_of(env.get(VARIABLE), str(cwd)) for name in AT_START
+    these tests. It cannot be if a folder of its PYTHONPATH has what an interpreter imports when it starts, or another
+    unirun."""
+    folders = [Path(folder) for folder in folders_of(env.get(VARIABLE), str(cwd))]
+    programs = (folder / f"{name}.py" for folder in folders for name in AT_START)
+    packages = (folder / "unirun" for folder in folders if (folder / "unirun" / "cli").exists())
+    return (
+        _starting(env) == _AT_START
+        and not any(program.exists() for program in programs)
+        and all(package.samefile(unirun.__path__[0]) for package in packages)
     )
-    return _starting(env) == _AT_START and not any(program.exists() for program in programs)
 
 
 class ForkedCommand:
