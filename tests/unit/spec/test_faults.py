@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def of_role(**settings: Any) -> dict[str, Any]:
 
 
 SECONDS = "expected a number of seconds, at least"
+NO_WEIGHTS = "it is for kind: vllm and kind: builtin"
 RANGE = "only workloads of which the number is given as MIN:MAX are elastic"
 
 JOB: list[tuple[dict[str, Any], str, str, str]] = [
@@ -52,6 +54,10 @@ JOB: list[tuple[dict[str, Any], str, str, str]] = [
     (
         {"collocations": [["a"]]},
         *("collocations[0]", "['a'] names fewer than two roles", "name those that share devices"),
+    ),
+    (
+        {"roles": {"a": {"script": "train.py"}, "b": {}}},
+        *("roles.b", "nothing to run", "name a script, or one for this role: --script b=FILE"),
     ),
 ]
 
@@ -87,7 +93,19 @@ ROLE: list[tuple[dict[str, Any], str, str, str]] = [
         "write http://{addr}/health; for other protocols name a command",
     ),
     ({"exit_codes": 3}, "exit_codes", "unknown key", "did you mean 'fatal_exit_codes'?"),
+    ({"update_timeout": 0}, "update_timeout", f"{SECONDS} 0.01, found 0", ""),
+    ({"ready_timeout": 0}, "ready_timeout", f"{SECONDS} 0.01, found 0", ""),
+    ({"count": "gpu"}, "count", "there is no gpu here", ""),
+    (
+        {"python": "nowhere"},
+        *("python", "'nowhere' is no virtual environment, and no interpreter"),
+        "name its directory, which has bin/python, or the interpreter",
+    ),
 ]
+
+
+def count_no_gpus(what: str) -> int:
+    raise ValueError(f"there is no {what} here")
 
 
 @pytest.mark.parametrize(("settings", "where", "problem", "remedy"), JOB, ids=[each[1] for each in JOB])
@@ -104,8 +122,12 @@ def test_a_fault_of_a_role_has_its_place_and_its_remedy(
     settings: dict[str, Any], where: str, problem: str, remedy: str
 ) -> None:
     with pytest.raises(SpecError) as caught:
-        parsed(of_role(**settings))
-    assert caught.value.faults == (Fault(f"roles.a.{where}", problem, remedy),)
+        parse_job(of_role(**settings), count_slots=count_no_gpus, run_id="job")
+    # Only some kinds of roles take weights.
+    expected = {*caught.value.faults} - {
+        Fault("roles.a.update_timeout", "the role takes no weights", NO_WEIGHTS)
+    }
+    assert expected == {Fault(f"roles.a.{where}", problem, remedy)}
 
 
 def test_settings_are_where_they_are_looked_for() -> None:
@@ -130,3 +152,53 @@ def test_a_program_is_looked_for_where_its_role_says(tmp_path: Path, monkeypatch
     assert parsed({"roles": {"a": role}}).roles[0].name == "a"
     with pytest.raises(SpecError, match="program 'tool' is not found"):
         parsed({"roles": {"a": {"program": "tool"}}})
+
+
+@pytest.mark.parametrize("kind", ["function", "workload"])
+def test_what_is_called_in_the_job_runs_with_its_own_interpreter(kind: str) -> None:
+    with pytest.raises(SpecError, match=f"a {kind} runs with unirun's own interpreter"):
+        parsed({"roles": {"a": {kind: "train:thing", "python": sys.executable}}})
+
+
+def test_modules_are_not_looked_for_where_the_job_does_not_run() -> None:
+    """Another host, or a container, may have them."""
+    for entry in ({"module": "not_here"}, {"workload": "not_here:Actor"}):
+        job = {"roles": {"a": entry}}
+        with pytest.raises(SpecError, match="there is no module 'not_here'"):
+            parsed(job)
+        parse_job(job, count_slots=lambda *_: 8, run_id="job", here=False)
+
+
+@pytest.mark.parametrize(
+    ("target", "remedy"),
+    [
+        ("train.Actor", "did you mean 'train:Actor'?"),
+        ("./lib/train.py:Actor", "did you mean 'lib.train:Actor'?"),
+        ("lib.train.Actor", "did you mean 'lib.train:Actor'?"),
+    ],
+)
+def test_a_class_that_is_written_in_another_way_is_told_in_ours(target: str, remedy: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parsed({"roles": {"a": {"workload": target}}})
+    assert [fault.remedy for fault in caught.value.faults] == [remedy]
+
+
+def test_a_script_with_a_similar_name_is_told() -> None:
+    for name in ("trian.py", "train"):
+        with pytest.raises(SpecError, match="did you mean 'train.py'"):
+            parsed({"roles": {"a": {"script": name}}})
+
+
+def test_a_folder_that_is_not_there_is_told_beside_what_is_missing_in_it() -> None:
+    with pytest.raises(SpecError) as caught:
+        parsed(of_role(cwd="nowhere"))
+    assert [fault.where for fault in caught.value.faults] == ["roles.a.cwd", "roles.a"]
+    assert caught.value.faults[0].problem == "'nowhere' is no directory"
+
+
+def test_a_configuration_is_json() -> None:
+    for value in (float("nan"), object()):
+        with pytest.raises(
+            SpecError, match="^config: cannot be sent to workers as JSON: .*; quote it, workers"
+        ):
+            parsed(of_job(config={"x": value}))
