@@ -38,7 +38,7 @@ from unirun.launcher.hosts.connection import (
     is_local,
     reach,
 )
-from unirun.launcher.hosts.feed import GROWING, REPLACED
+from unirun.launcher.hosts.feed import GROWING, OF_ALL_HOSTS, REPLACED
 from unirun.launcher.hosts.lobby import refusal
 from unirun.launcher.process import ignore_signals
 from unirun.observe.jobdir import HOSTS, JobDir, job_at, open_log
@@ -59,10 +59,11 @@ HOST_CONNECT_TIMEOUT = 15.0
 
 
 def offsets_here(job: JobDir, node: str) -> dict[str, int]:
-    """The number of bytes of each file of `node` that are in `job`; of files that masters of several nodes may have
-    written, it is not known."""
+    """The number of bytes of each file of `node` that are in `job`; of files that several nodes may have written, it is
+    not known."""
     logs = job.logs.resolve()
-    files = {str(Path("logs", path.relative_to(logs))): path for path in logs.rglob("*") if is_regular(path)}
+    own = {path for path in logs.rglob("*") if is_regular(path)} - {*logs.glob(OF_ALL_HOSTS)}
+    files = {str(Path("logs", path.relative_to(logs))): path for path in own}
     files |= {path.name: path for path in job.path.glob("agent.*.log")}
     if job.head is not None and job.head.node == node:
         files |= {name: job.path / name for name in GROWING}
@@ -75,7 +76,8 @@ def is_regular(path: Path) -> bool:
 
 
 def write(folder: Path, node: str, chunk: Chunk, offset: int) -> None:
-    """Write what `node` sends into the job's directory `folder`: all of a file, or what follows after `offset`.
+    """Write what `node` sends into the job's directory `folder`: all of a file, or what follows after `offset`; a log
+    may begin again.
 
     Raises `FrameError` for a file that a node has no business to write, and for a gap; OSError.
     """
@@ -88,13 +90,16 @@ def write(folder: Path, node: str, chunk: Chunk, offset: int) -> None:
     if chunk.whole:
         atomic.replace(folder / name, chunk.data)
         return
-    if chunk.offset != offset:
+    again = log and chunk.offset == 0 < offset
+    if chunk.offset != offset and not again:
         raise FrameError(f"{node} sends {chunk.path!a:.80} from {chunk.offset} on, not {offset}")
     # Other users may be able to write where logs lie, below --log-dir. Each host has the part of the event
     # log that its own masters have written, so all parts are appended.
     base, below = (folder / "logs", name.relative_to("logs")) if log else (folder, name)
     make_private(base)
     with os.fdopen(open_log(base, Path(below)), "ab") as file:
+        if again:
+            file.truncate(0)
         file.write(chunk.data)
 
 
@@ -153,10 +158,11 @@ class Mirror:
     async def run(self) -> None:
         """Copy until all agents have ended and all files are here. Then no host is recorded any more."""
         tasks: set[asyncio.Task[None]] = set()
-        if not self._remotes and self._job.head is None:
-            # Another process has copied until now. What masters of several nodes may have written begins anew.
-            for name in GROWING:
-                (self._job.path / name).unlink(missing_ok=True)
+        if not self._remotes:
+            # Another process has copied until now. What several nodes may have written begins anew.
+            of_masters = GROWING if self._job.head is None else ()
+            for path in (*(self._job.path / name for name in of_masters), *self._job.logs.glob(OF_ALL_HOSTS)):
+                path.unlink(missing_ok=True)
         try:
             while True:
                 for host in recorded_hosts(self._job):

@@ -29,7 +29,10 @@ MAX_CHUNK_BYTES = 1 << 18
 
 GROWING = ("events.jsonl", "metrics.jsonl", "master.log")
 REPLACED = ("state.json", "summary.json")
-"""Files of the head's directory besides the logs, by how they change."""
+"""Files of the head's directory besides the logs, by how they change. Of the logs, those called ``*.log`` grow."""
+
+OF_ALL_HOSTS = "filtered_*.log"
+"""The logs to which the agents of all hosts copy lines."""
 
 
 def feed(job: JobDir, stream: BlockingStream, offsets: dict[str, int]) -> None:
@@ -50,12 +53,13 @@ def news(
     to give one up.
     """
     seen: dict[str, tuple[int, int]] = {}
+    files: dict[str, int] = {}
     told = -math.inf
     while True:
         # Looked at first: what the agent and its workers have written is there when they have ended.
         over = not job.alive()
         for name in _growing(job):
-            for chunk in _growth(job, name, offsets.get(name, 0)):
+            for chunk in _growth(job, name, offsets.get(name, 0), files):
                 yield chunk
                 offsets[name] = chunk.offset + len(chunk.data)
         for name in REPLACED:
@@ -82,14 +86,24 @@ def _growing(job: JobDir) -> Iterator[str]:
             yield str(Path("logs", path.relative_to(logs)))
 
 
-def _growth(job: JobDir, name: str, offset: int) -> Iterator[Chunk]:
+def _growth(job: JobDir, name: str, offset: int, files: dict[str, int]) -> Iterator[Chunk]:
+    """The parts of the file `name` after `offset`. A log is sent from its begin again, also if it is empty now, when it
+    is shorter, or another file than the one in `files`; one that does not only grow also when that is not known."""
     try:
         with open(job.path / name, "rb") as file:
-            file.seek(offset)
-            while data := file.read(MAX_CHUNK_BYTES):
+            info = os.fstat(file.fileno())
+            known = files.get(name, info.st_ino if name.endswith(".log") else None)
+            files[name] = info.st_ino
+            again = (
+                name.startswith("logs/") and (known != info.st_ino or info.st_size < offset) and offset > 0
+            )
+            file.seek(offset := 0 if again else offset)
+            while (data := file.read(MAX_CHUNK_BYTES)) or again:
                 yield Chunk(name, offset, data)
                 offset += len(data)
-    except FileNotFoundError:
+                again = False
+    except OSError:
+        # It has just been removed, or a worker has made it for others alone.
         return
 
 

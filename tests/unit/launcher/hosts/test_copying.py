@@ -16,7 +16,7 @@ from tests.unit.conftest import descriptors
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts import copying
-from unirun.launcher.hosts.copying import offsets_here, record_hosts, recorded_hosts
+from unirun.launcher.hosts.copying import Mirror, offsets_here, record_hosts, recorded_hosts
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import create_job
 from unirun.wire.address import TcpAddress
@@ -62,6 +62,16 @@ def test_a_copy_goes_on_where_it_ends(home: Path) -> None:
 
 def test_what_masters_of_several_hosts_may_have_written_is_copied_anew(home: Path) -> None:
     assert "events.jsonl" not in offsets_here(copy(None), "h1")
+
+
+def test_what_the_agents_of_all_hosts_have_written_to_one_log_is_copied_anew(home: Path) -> None:
+    job = copy(HEAD)
+    for name in ("filtered_stdout.log", "filtered_stderr.log"):
+        (job.logs / name).write_text("[actor:0] from h1\n[actor:1] from h2\n")
+    assert {*offsets_here(job, "h1")} == {"logs/actor/0/0/stdout.log", "agent.h1.log", "events.jsonl"}
+    asyncio.run(Mirror(job, {}, print).run())
+    assert not [*job.logs.glob("filtered*")]
+    assert (job.path / "events.jsonl").read_text() == "12345"
 
 
 def test_of_several_processes_that_would_copy_one_does(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import os
 import socket
 import stat
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.waiting import WAIT_TIMEOUT
+from unirun import atomic
 from unirun.errors import FrameError
 from unirun.failover.silence import HEARTBEAT_INTERVAL
 from unirun.launcher.hostlist import Host
@@ -89,6 +90,29 @@ def test_files_are_copied_and_after_a_reconnect_only_what_is_new(job: JobDir, co
     assert sum(len(chunk.data) for chunk in again if chunk.path == LOG) == len(b"more")
     taken(again, copy, offsets)
     assert (copy / LOG).read_bytes() == text + b"more"
+
+
+@pytest.mark.parametrize("text", ["a longer one than the first", "short", ""])
+def test_a_log_that_was_replaced_is_copied_as_a_whole(job: JobDir, copy: Path, text: str) -> None:
+    """The stacks of a worker, for example; also if the connection was lost meanwhile."""
+    stacks = "logs/actor/0/0/stacks.txt"
+    messages, offsets = news(job, {}), dict[str, int]()
+    with open(job.lock, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for content in ("the first one", text, "while it is connected", text):
+            atomic.replace(job.path / stacks, content)
+            taken([each for each in takewhile(bool, messages) if isinstance(each, Chunk)], copy, offsets)
+            assert (copy / stacks).read_text() == content
+    atomic.replace(job.path / stacks, "after a reconnect")
+    taken(sent(job, offsets), copy, offsets)
+    assert (copy / stacks).read_text() == "after a reconnect"
+
+
+def test_a_log_that_cannot_be_read_keeps_no_other_from_being_copied(job: JobDir) -> None:
+    # A read at its begin fails for every user.
+    (job.path / "logs" / "0").symlink_to("/proc/self/mem")
+    (job.path / LOG).write_bytes(b"a line")
+    assert [(chunk.path, chunk.data) for chunk in sent(job, {})] == [(LOG, b"a line")]
 
 
 def test_pipes_and_sockets_among_the_logs_are_left_out(job: JobDir) -> None:
