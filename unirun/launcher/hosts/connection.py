@@ -87,8 +87,7 @@ class RemoteNode:
                 start_new_session=True,
             )
         except OSError as error:
-            remedy = "install OpenSSH" if argv[0] == "ssh" else "install it"
-            raise RendezvousError(f"{argv[0]} cannot be started: {error.strerror}", remedy) from error
+            raise not_started(argv[0], error) from error
         return cls(host, process)
 
     async def ready(self) -> None:
@@ -133,6 +132,12 @@ class RemoteNode:
                     await self._process.wait()
                     return
             gave_up("the end of ssh", SSH_EXIT_TIMEOUT)
+
+
+def not_started(program: str, error: OSError) -> RendezvousError:
+    """The error for ssh or srun that cannot be started."""
+    remedy = "install OpenSSH" if program == "ssh" else "install it"
+    return RendezvousError(f"{program} cannot be started: {error.strerror}", remedy)
 
 
 async def reach(host: Host) -> RemoteNode:

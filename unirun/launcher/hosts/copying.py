@@ -36,6 +36,7 @@ from unirun.launcher.hosts.connection import (
     explain,
     for_any_shell,
     is_local,
+    not_started,
     reach,
 )
 from unirun.launcher.hosts.feed import GROWING, OF_ALL_HOSTS, REPLACED
@@ -370,7 +371,7 @@ def files_of(top: Path) -> list[str]:
         # A file that was deleted is still in git's index.
         names = {name for name in names if os.path.lexists(top / name)}
         # Of another repository in this one, a submodule for example, git lists the directory only.
-        others = {name for name in names if (top / name / ".git").exists()}
+        others = {name for name in names if not (top / name).is_symlink() and (top / name / ".git").exists()}
         return sorted(
             (names - others) | {f"{name}/{file}" for name in others for file in files_of(top / name)}
         )
@@ -415,10 +416,11 @@ async def send_tree(hosts: Sequence[Host], folder: Path, needed: Iterable[str] =
 
 
 def pack(top: Path, names: Sequence[str], out: IO[bytes]) -> None:
-    """Write a compressed tar of the files and directories `names` below `top`."""
+    """Write a compressed tar of the files and directories `names` below `top`, without those that are gone."""
     with tarfile.open(fileobj=out, mode="w:gz", compresslevel=1) as tar:
         for name in names:
-            tar.add(top / name, arcname=name, recursive=False)
+            with contextlib.suppress(FileNotFoundError):
+                tar.add(top / name, arcname=name, recursive=False)
     out.flush()
 
 
@@ -429,13 +431,16 @@ async def _send(host: Host, top: Path, mark: Path, packed: Path) -> None:
         f"else mkdir -p {where} && tar -xzf - -C {where}; fi"
     )
     with packed.open("rb") as source:
-        process = await asyncio.create_subprocess_exec(
-            *("ssh", *OPTIONS, host.target, for_any_shell(["sh", "-c", script])),
-            stdin=source,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *("ssh", *OPTIONS, host.target, for_any_shell(["sh", "-c", script])),
+                stdin=source,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise not_started("ssh", error) from error
     try:
         _, said = await process.communicate()
     except BaseException:
@@ -457,6 +462,7 @@ def _git(folder: Path, *words: str) -> bytes | None:
 def _walk(top: Path) -> Iterator[str]:
     for folder, below, names in os.walk(top):
         below[:] = sorted(name for name in below if name not in LEFT_OUT)
-        for name in names:
+        # A link to a directory is not entered.
+        for name in (*names, *(name for name in below if Path(folder, name).is_symlink())):
             if not name.endswith(".pyc"):
                 yield str(Path(folder, name).relative_to(top))

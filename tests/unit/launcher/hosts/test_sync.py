@@ -142,3 +142,31 @@ def test_ssh_does_not_outlive_a_tree_that_is_not_taken(
         asyncio.run(send_tree([Host("h1", "h1")], tree))
     pid = int((folder / "pid").read_text())
     eventually(lambda: process_has_ended(pid), "it is killed")
+
+
+def test_a_link_to_the_tree_itself_is_sent_as_a_link(tree: Path) -> None:
+    """A package whose folder is the top of its repository, for example."""
+    git(tree, "init")
+    (tree / ".gitignore").write_text("data/\n.venv/\n*.pyc\n")
+    (tree / "me").symlink_to(".")
+    assert files_of(tree) == [".gitignore", "a b/ü.py", "me", "pkg/model.py", "train.py"]
+
+
+def test_links_to_directories_are_sent_without_git_too(tree: Path) -> None:
+    (tree / "linked").symlink_to("data")
+    (tree / "venv").symlink_to("data")
+    assert files_of(tree) == ["a b/ü.py", "data/big.bin", "linked", "pkg/model.py", "train.py"]
+
+
+def test_a_file_that_is_removed_while_the_tree_is_packed_is_left_out(tree: Path) -> None:
+    out = io.BytesIO()
+    pack(tree, ["gone", "train.py"], out)
+    out.seek(0)
+    with tarfile.open(fileobj=out) as tar:
+        assert tar.getnames() == ["train.py"]
+
+
+def test_a_tree_needs_ssh(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tree))
+    with pytest.raises(RendezvousError, match="h1: ssh cannot be started: No such file"):
+        asyncio.run(send_tree([Host("h1", "h1")], tree))
