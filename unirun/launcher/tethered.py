@@ -21,8 +21,12 @@ from unirun.launcher.process import die_with_parent, ignore_signals
 
 
 def main(argv: list[str]) -> int:
-    """Run the module. Returns its exit code."""
-    owner, me = os.pidfd_open(int(argv[0])), os.getpid()
+    """Run the module. Returns its exit code, as a shell does: 128 + the signal that has killed it."""
+    me = os.getpid()
+    try:
+        owner = os.pidfd_open(int(argv[0]))
+    except ProcessLookupError:
+        return 128 + signal.SIGTERM
     if os.getppid() != int(argv[0]):
         # The owner has ended, and its number may be that of another process.
         return 128 + signal.SIGTERM
@@ -44,7 +48,8 @@ def main(argv: list[str]) -> int:
     if child not in {handle for handle, _ in poll.poll()}:
         os.kill(pid, signal.SIGTERM)
     _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status) % 256
+    code = os.waitstatus_to_exitcode(status)
+    return 128 - code if code < 0 else code
 
 
 def _pass_on(child: int, signum: int, _: FrameType | None) -> None:

@@ -126,3 +126,15 @@ def test_the_program_is_told_when_the_process_that_watches_is_killed() -> None:
         finally:
             os.close(child)
         assert watching.stdout.read() == "told\n"
+
+
+def test_a_program_that_a_signal_has_killed_is_told_as_by_a_shell() -> None:
+    assert tethered("program", "killed").returncode == 128 + signal.SIGKILL
+
+
+def test_an_owner_that_is_gone_is_no_error() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    command = [sys.executable, "-m", "unirun.launcher.tethered", str(gone.pid), "program", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_TIMEOUT, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 128 + signal.SIGTERM)
