@@ -94,7 +94,10 @@ def _end(job: JobDir, number: str) -> None:
                 return
             ended = _end_of(job)
             again = ended is None and state.requeues
-            write_status(job, ended or _lost(read_status(job), again=again))
+            try:
+                write_status(job, ended or _lost(read_status(job), again=again))
+            except (JobError, OSError) as error:
+                warn(str(error))
             ask_slurm(*(("scontrol", "requeue") if again else ("scancel",)), number)
             return
         except RendezvousError as error:
@@ -102,7 +105,7 @@ def _end(job: JobDir, number: str) -> None:
                 warn(f"{error}; end it with: scancel {number}")
                 return
             time.sleep(SLURM_RETRY_INTERVAL)
-        except (UnirunError, OSError) as error:
+        except UnirunError as error:
             # Another node may have been quicker.
             warn(f"{error}; if Slurm job {number} still runs, end it with: scancel {number}")
             return

@@ -162,8 +162,9 @@ def _directives(options: BatchOptions, batch: Batch) -> Iterator[str]:
     """The options of sbatch. Of two with one name the last one counts, so those of the user come last."""
     left_out = tuple(f"#SBATCH --{name.replace('_', '-')}" for name in options.without)
     left_out += ("#SBATCH --no-requeue",) if "requeue" in options.without else ()
+    of_user = {f"#SBATCH {option}" for option in options.extra}
     for line in _all_directives(options, batch):
-        if line.partition("=")[0] not in left_out:
+        if line in of_user or line.partition("=")[0] not in left_out:
             yield line
 
 
@@ -242,22 +243,25 @@ def batch_of(spec: JobSpec, options: BatchOptions, words: tuple[str, ...], progr
 CLIENT = ("SLURM_CLUSTERS", "SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 """Variables that say how Slurm's commands reach the cluster."""
 
-_DIRECTIVES = ("job_name", "no_kill", "no_requeue", "open_mode", "output", "requeue", "signal")
-_MEMORY = frozenset(("mem", "mem_per_cpu", "mem_per_gpu"))
-_VARIABLES = {"mem": "MEM_PER_NODE", "switches": "REQ_SWITCH", "time": "TIMELIMIT"}
+_ONE_OF = (frozenset(("mem", "mem_per_cpu", "mem_per_gpu")), frozenset(("requeue", "no_requeue")))
+_SHORT = {"A": "account", "C": "constraint", "G": "gpus", "J": "job_name", "a": "array", "e": "error"}
+_SHORT |= {"i": "input", "k": "no_kill", "o": "output", "p": "partition", "q": "qos", "t": "time"}
+"""Options of sbatch of which one replaces the others, and those that have a letter and a variable."""
+_VARIABLES = {"array": "ARRAY_INX", "mem": "MEM_PER_NODE", "switches": "REQ_SWITCH", "time": "TIMELIMIT"}
 """Variables of sbatch whose names differ from those of its options."""
 
 
-def environment_of(options: BatchOptions, environ: Mapping[str, str]) -> dict[str, str]:
-    """The part of `environ` that sbatch gets, and with it the job.
+def environment_of(script: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The part of `environ` that sbatch gets for `script`, and with it the job.
 
     In an allocation, the variables of Slurm and of process managers describe that allocation: the new job would get its
     processors and memory. Elsewhere a variable of sbatch is the user's default. As sbatch prefers variables to lines of
     the script, those are left out that the script has lines for.
     """
     inside = "SLURM_JOB_ID" in environ
-    asked = {*_DIRECTIVES, *options.options, *(key for each in options.components for key in each.options)}
-    asked |= _MEMORY if asked & _MEMORY else set()
+    names = re.findall(r"^#SBATCH --?([A-Za-z-]+)", script, re.MULTILINE)
+    asked = {_SHORT.get(name, name).replace("-", "_") for name in names}
+    asked |= {name for names in _ONE_OF if names & asked for name in names}
     said = {f"SBATCH_{_VARIABLES.get(key, key.upper())}" for key in asked}
 
     def stays(name: str) -> bool:
@@ -278,13 +282,13 @@ def submit(
     Raises `JobError` when a job of this id runs or sbatch refuses the script, `RendezvousError` when Slurm does not
     answer, `UsageError` without Slurm. Then the directory is removed.
     """
-    job = job_at(spec.run_id)
+    job, script = job_at(spec.run_id), batch_script(options, batch)
     try:
-        _make_directory(job, spec, batch_script(options, batch))
+        _make_directory(job, spec, script)
     except OSError as error:
         raise cannot_be_made(job, error) from error
     try:
-        environ = environment_of(options, os.environ)
+        environ = environment_of(script, os.environ)
         told = ask_slurm("sbatch", "--parsable", str(job.batch / SCRIPT), environ=environ, tell=tell)
         # With a cluster's name: 12;cluster.
         submitted = told.strip().partition(";")[0]
@@ -391,8 +395,8 @@ class Follower:
                     return state
             self._woken.wait(pause)
             self._woken.clear()
-            if asked < min(len(self._signals), 2):
-                asked = min(len(self._signals), 2)
+            if asked < len(self._signals):
+                asked = len(self._signals)
                 pause = FIRST_LOOK
                 self._cancel(now=asked > 1)
 

@@ -74,6 +74,15 @@ def test_options_of_ours_can_be_left_out() -> None:
     assert directives(script(f"requeue=no,without={everything}")) == []
 
 
+def test_an_option_of_the_user_stays_where_ours_is_left_out() -> None:
+    options = parse_slurm(["nodes=1,without=signal+nodes"], extra=["--signal=B:USR1@30", "--nodes=2"])
+    found = directives(batch_script(options, BATCH).splitlines())
+    assert [each for each in found if "signal" in each or "nodes" in each] == [
+        "--signal=B:USR1@30",
+        "--nodes=2",
+    ]
+
+
 def test_components_of_a_heterogeneous_job_are_started_as_one_step() -> None:
     lines = script(
         "nodes=1,roles=a,cpus_per_task=4", "nodes=2,roles=b,container_image=img:1,container_mounts=/a:/b"

@@ -131,6 +131,19 @@ class TestWithoutTheScript:
         found = read_summary(job)
         assert (found.phase, found.code) == ("stopped", 143)
 
+    @pytest.mark.parametrize("status", ["cannot be read", "cannot be written"])
+    def test_the_batch_job_ends_whatever_its_status_is(
+        self, job: JobDir, slurm: Callable[..., Calls], status: str
+    ) -> None:
+        """The disk of its directory is full, for example."""
+        calls = slurm(requeue=0)
+        job.state.unlink()
+        if status == "cannot be written":
+            job.state.mkdir()
+        with outliving_the_script("run-1", BATCH, AT_ONCE):
+            pass
+        assert calls() == ["scancel 12"]
+
     def test_a_job_that_other_nodes_have_brought_to_its_end_is_not_begun_anew(
         self, job: JobDir, slurm: Callable[..., Calls]
     ) -> None:

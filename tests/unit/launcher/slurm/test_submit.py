@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,16 @@ import pytest
 from unirun.errors import JobError
 from unirun.launcher.slurm import submit as submitting
 from unirun.launcher.slurm.options import parse_slurm
-from unirun.launcher.slurm.submit import SCRIPT, batch_of, batch_script, environment_of, submit
+from unirun.launcher.slurm.submit import SCRIPT, Batch, batch_of, batch_script, environment_of, submit
 from unirun.rendezvous.creation import create_job
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.wire.handshake import new_token
 
 OWN = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "UNIRUN_HOME": "/home"}
+
+
+def script(texts: Sequence[str], extra: Sequence[str] = ()) -> str:
+    return batch_script(parse_slurm(texts, extra=extra), Batch("job", ("a.py",), output="job.log"))
 
 
 def test_nothing_of_the_submitting_step_is_passed_on() -> None:
@@ -30,12 +35,12 @@ def test_nothing_of_the_submitting_step_is_passed_on() -> None:
         "PMI2_JOBID": "7",
         "PMIX_NAMESPACE": "x",
     }
-    assert environment_of(parse_slurm(["nodes=1"]), OWN | step) == OWN
+    assert environment_of(script(["nodes=1"]), OWN | step) == OWN
 
 
 def test_outside_of_an_allocation_the_users_own_defaults_are_passed_on() -> None:
     own = OWN | {"SBATCH_ACCOUNT": "ml", "SBATCH_PARTITION": "gpu", "SLURM_CPU_BIND": "none"}
-    assert environment_of(parse_slurm(["nodes=1"]), own) == own
+    assert environment_of(script(["nodes=1"]), own) == own
 
 
 def test_a_default_that_would_replace_what_the_script_says_is_left_out() -> None:
@@ -49,8 +54,25 @@ def test_a_default_that_would_replace_what_the_script_says_is_left_out() -> None
         "SBATCH_NO_REQUEUE": "1",
     }
     kept = {"SBATCH_QOS": "high"}
-    options = parse_slurm(["partition=cpu,time=5,mem=1G"])
-    assert environment_of(options, OWN | defaults | kept) == OWN | kept
+    assert environment_of(script(["partition=cpu,time=5,mem=1G"]), OWN | defaults | kept) == OWN | kept
+
+
+def test_a_default_that_would_replace_an_option_that_is_passed_on_is_left_out() -> None:
+    defaults = {
+        "SBATCH_PARTITION": "gpu",
+        "SBATCH_TIMELIMIT": "1",
+        "SBATCH_GRES": "gpu:1",
+        "SBATCH_ACCOUNT": "ml",
+    }
+    kept = {"SBATCH_QOS": "high"}
+    extra = ["--partition=cpu", "-t 5", "--gres gpu:2", "-A ml2"]
+    assert environment_of(script(["nodes=1"], extra=extra), OWN | defaults | kept) == OWN | kept
+
+
+def test_a_default_counts_where_the_script_has_no_line() -> None:
+    defaults = {"SBATCH_OUTPUT": "mine.log", "SBATCH_NO_REQUEUE": "1", "SBATCH_JOB_NAME": "mine"}
+    found = environment_of(script(["nodes=1,without=output+requeue+job_name"]), OWN | defaults)
+    assert found == OWN | defaults
 
 
 def test_a_job_that_runs_is_not_submitted_again_and_one_that_has_ended_makes_room(
