@@ -558,8 +558,10 @@ def _standing(store: RendezvousStore) -> StoreOpened | StoreEnded | None:
 def _need_spawner(state: AgentState, key: SpawnerKey) -> tuple[AgentState, list[Command]]:
     if key in state.spawners:
         return state, []
-    look = CallLater(IMPORT_LOOK_INTERVAL, StillImporting(key, IMPORT_LOOK_INTERVAL))
-    return replace(state, spawners={**state.spawners, key: False}), [StartSpawner(key), look]
+    starts = {**state.starts, key: state.starts.get(key, 0) + 1}
+    look = CallLater(IMPORT_LOOK_INTERVAL, StillImporting(key, IMPORT_LOOK_INTERVAL, starts[key]))
+    state = replace(state, spawners={**state.spawners, key: False}, starts=starts)
+    return state, [StartSpawner(key), look]
 
 
 def start_spawners(state: AgentState, keys: Iterable[SpawnerKey]) -> tuple[AgentState, list[Command]]:
@@ -581,7 +583,7 @@ IMPORT_TIMEOUT = 900.0
 def _still_importing(state: AgentState, event: StillImporting) -> tuple[AgentState, list[Command]]:
     """Let a spawner go on that somebody has stopped (SIGSTOP): all of its workers wait for it. End one that never
     comes to the end of its imports."""
-    if state.spawners.get(event.key, True):
+    if state.spawners.get(event.key, True) or event.start != state.starts.get(event.key, 0):
         return state, []
     if event.waited >= IMPORT_TIMEOUT:
         text = f"a spawner has not ended its imports within {IMPORT_TIMEOUT:g} s and is killed"

@@ -200,10 +200,12 @@ class TimerExpired(Value):
 
 
 class StillImporting(Value):
-    """The import of a spawner began `waited` seconds ago. It may have ended."""
+    """The import of a spawner, the one that was started as number `start`, began `waited` seconds ago. It may have
+    ended."""
 
     key: SpawnerKey
     waited: float
+    start: int = 0
 
 
 class Hung(Value):
@@ -470,7 +472,8 @@ def end_of(code: int) -> str:
 
 
 class AgentState(Value):
-    """The state of an agent. `spawners`: whether each is ready; `stores`: the last requested store of each role.
+    """The state of an agent. `spawners`: whether each is ready; `starts`: how often each was started; `stores`: the
+    last requested store of each role.
 
     `in_place`: the roles whose workers survive the loss of a peer or of the store, by their spec; `companions`: those
     that bring weights into engines. `epoch` is the term of the latest master. `launched` is the last ordered
@@ -483,6 +486,7 @@ class AgentState(Value):
     companions: frozenset[str] = frozenset()
     workers: Mapping[int, Worker] = field(default_factory=dict)
     spawners: Mapping[SpawnerKey, bool] = field(default_factory=dict)
+    starts: Mapping[SpawnerKey, int] = field(default_factory=dict)
     stores: Mapping[str, RendezvousStore] = field(default_factory=dict)
     view: View | None = None
     leaving: bool = False

@@ -398,6 +398,14 @@ class TestASpawnerThatDies:
         assert told.text == "a spawner has not ended its imports within 900 s and is killed"
         assert not agent.has(CallLater)
 
+    def test_a_spawner_has_its_own_time_for_its_imports_after_one_that_has_died(self) -> None:
+        agent = Agent().on(launch())
+        (of_first,) = found(agent, CallLater)
+        agent.on(SpawnerDown(TORCH, "it is gone", 5.0)).on(launch(first=5, incarnation=1))
+        (of_second,) = found(agent, CallLater)
+        assert agent.on(replace(of_first.event, waited=IMPORT_TIMEOUT)).commands == []
+        assert agent.on(of_second.event).has(CallLater)
+
     def test_a_spawner_that_dies_before_it_is_ready_fails_its_workers(self) -> None:
         agent = Agent(spawners={TORCH: False}).on(launch(), SpawnerDown(TORCH, "cannot import x", 5.0))
         assert [(e.code, e.signal, e.note) for e in agent.told(WorkerExited)] == [
