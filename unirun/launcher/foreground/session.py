@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from msgspec import convert
 from msgspec.structs import replace
 
 from unirun import atomic
@@ -212,7 +214,7 @@ def pass_on_error(ended: Ended, path: str | None) -> None:
     if path is None:
         return
     try:
-        error = json.loads(Path(ended.error_file).read_text())
+        error = convert(json.loads(Path(ended.error_file).read_text()), dict[str, Any])
     except (OSError, ValueError):
         # A worker killed by a signal has no error file; use the report.
         extra = {"py_callstack": ended.report, "timestamp": str(int(time.time()))}
@@ -436,7 +438,7 @@ class JobFollower:
                 text = f"the job's master has been silent for {SILENCE_TIMEOUT:g} s"
                 self._console.note(text)
                 raise _Silent(text)
-            if self._requests.urgent and self._running.given_up(self._led):
+            if self._requests.urgent and not self._running.copied and self._running.given_up(self._led):
                 raise WireError("the master does not end a job that has no agent any more")
 
     def _bear_without_master(self) -> None:

@@ -221,6 +221,29 @@ class Following:
                 assert not each.closed or silent > SILENCE_TIMEOUT
 
 
+def test_a_master_elsewhere_that_answers_is_not_left_after_a_second_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its agents are on other hosts, and end the job as soon as they can."""
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
+    loop = InstantLoop()
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=loop.time))
+    try:
+        following = Following(random.Random(0), loop)
+        following.job._clock = loop.time
+        following.succeed()
+        for _ in range(2):
+            following.command._stop(Stop(int(signal.SIGINT), "asked"))
+        for _ in range(100):
+            following.present.say(Heartbeat())
+            loop.wait(1.0)
+        following.present.say(ended := Ended(1, "stopped", ""))
+        assert loop.run_until_complete(following.following) == ended
+        assert len(following.masters.streams) == 1
+    finally:
+        loop.end()
+
+
 @pytest.mark.parametrize("seed", seeds(100))
 def test_what_the_user_asks_for_reaches_each_master_that_must_hear_it(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

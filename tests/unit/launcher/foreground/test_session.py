@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -30,6 +31,15 @@ from unirun.wire.reports import Message
 
 FIRST, SECOND, THIRD = (Stop(number, f"got {number}") for number in (15, 2, 3))
 HANGUP = Stop(1, "got 1")
+
+
+@pytest.mark.parametrize("written", ["[]", '"a text"', "null", "{", "\xff"])
+def test_an_error_file_that_is_none_of_torch_is_replaced_by_the_report(written: str, tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "theirs.json", tmp_path / "ours.json"
+    theirs.write_text(written, encoding="latin1")
+    session_module.pass_on_error(Ended(3, "failed", "actor:0 failed\nmore", str(theirs)), str(ours))
+    message = json.loads(ours.read_text())["message"]
+    assert (message["message"], message["errorCode"]) == ("actor:0 failed", 3)
 
 
 class TestStopRequests:
