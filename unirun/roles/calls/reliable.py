@@ -49,6 +49,8 @@ class ReliableConnection:
         self._acks: deque[int] = deque()
         # Those that a request has taken along which is not answered yet: they are lost if the connection breaks.
         self._unproved: set[tuple[int, ...]] = set()
+        # By number, the calls that are given up and not answered; True if another worker of the call was lost.
+        self._given_up: dict[int, bool] = {}
         self._breaks = 0
         self._gone = False
         self.reconnecting = False
@@ -57,6 +59,11 @@ class ReliableConnection:
     def __len__(self) -> int:
         """The number of open calls."""
         return len(self._parts)
+
+    @property
+    def _owes(self) -> bool:
+        """True if there is something that the worker must be told."""
+        return bool(self._parts or self._given_up)
 
     def send(self, call: Call, index: int) -> bool:
         """Send a call now, or as soon as there is a connection. False, with nothing sent, when the worker is gone."""
@@ -73,19 +80,22 @@ class ReliableConnection:
     def forget(self, call: Call, *, lost: bool = False) -> None:
         """Do not send a call again; its answer is acked and dropped. The caller may change its arguments."""
         connection = self._connection
-        if self._parts.pop(call.seq, None) is not None and connection is not None:
-            connection.keep()
+        if self._parts.pop(call.seq, None) is not None:
+            if connection is not None:
+                connection.keep()
             self.give_up(call.seq, lost=lost)
 
     def give_up(self, seq: int, *, lost: bool) -> None:
-        """Tell the worker that its result of a call is no longer waited for; `lost`: another worker of the call was
-        lost, so the call need not begin. Does nothing while the worker cannot be reached."""
+        """Tell the worker, now or as soon as there is a connection, that its result of a call is no longer waited for;
+        `lost`: another worker of the call was lost, so the call need not begin."""
+        self._given_up[seq] = lost or self._given_up.get(seq, False)
         self._scheduler.soon(partial(self._tell, GIVE_UP, encode_giving_up(seq, lost=lost)))
 
     def lose(self) -> list[Part]:
         """The worker is gone: close the connection. Returns the calls that were not answered."""
         with self._lock:
             self._gone = True
+            self._given_up.clear()
             taken = [self._parts.pop(seq, None) for seq in list(self._parts)]
         self.close()
         return [part for part in taken if part is not None]
@@ -98,7 +108,8 @@ class ReliableConnection:
             connection.close()
 
     def _connect(self) -> None:
-        """Connect, and send all open calls in the order in which they were sent; later, if there is no answer."""
+        """Connect, and send all open calls in the order in which they were sent, and what was given up; later, if
+        there is no answer."""
         try:
             self._connection = self._transport.connect(
                 self.address, self._endpoint, lambda reason: self._scheduler.soon(self._broke)
@@ -108,6 +119,14 @@ class ReliableConnection:
             return
         for seq, (call, index) in sorted(self._parts.items()):
             self._transmit(self._connection, seq, call, index)
+        for seq, lost in list(self._given_up.items()):
+            then = None if seq in self._parts else partial(self._forgotten, seq)
+            self._request(self._connection, GIVE_UP, encode_giving_up(seq, lost=lost), then)
+
+    def _forgotten(self, seq: int) -> None:
+        """The worker knows that a call is given up whose answer would come over an earlier connection."""
+        self._given_up.pop(seq, None)
+        self._acks.append(seq)
 
     def _connect_later(self) -> None:
         self.reconnecting = True
@@ -122,13 +141,13 @@ class ReliableConnection:
             unproved, self._unproved = self._unproved, set()
             for acks in list(unproved):
                 self._acks.extend(acks)
-            if self._parts and not self._gone and not self.reconnecting:
+            if self._owes and not self._gone and not self.reconnecting:
                 self._connect_later()
 
     def _reconnect(self) -> None:
         with self._lock:
             self.reconnecting = False
-            if self._parts and not self._gone and self._connection is None:
+            if self._owes and not self._gone and self._connection is None:
                 self._connect()
 
     def _transmit(self, connection: Connection, seq: int, call: Call, index: int) -> None:
@@ -158,6 +177,7 @@ class ReliableConnection:
         self._breaks = 0
         self._unproved.discard(acks)
         self._acks.append(seq)
+        self._given_up.pop(seq, None)
         part = self._parts.pop(seq, None)
         if part is not None:
             self._answered(*part, parcel)
@@ -169,12 +189,22 @@ class ReliableConnection:
             self._tell(ACK, b"")
 
     def _tell(self, method: bytes, body: bytes) -> None:
-        """Send a request of the connection itself, whose answer is ignored."""
         with self._lock:
             if self._connection is not None:
-                acks = self._due_acks()
-                head = encode_request(self._me, 0, 0, False, acks, method, body)
-                self._connection.call(Parcel(head), lambda parcel: self._unproved.discard(acks))
+                self._request(self._connection, method, body)
+
+    def _request(
+        self, connection: Connection, method: bytes, body: bytes, then: Callable[[], None] | None = None
+    ) -> None:
+        """Send a request of the connection itself; `then` is called when it was answered."""
+        acks = self._due_acks()
+
+        def answered(parcel: Parcel) -> None:
+            self._unproved.discard(acks)
+            if then is not None:
+                then()
+
+        connection.call(Parcel(encode_request(self._me, 0, 0, False, acks, method, body)), answered)
 
     def _due_acks(self) -> tuple[int, ...]:
         """The acks that the next request takes along."""

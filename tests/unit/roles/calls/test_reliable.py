@@ -32,6 +32,8 @@ class RecordingConnection:
         self.requests: list[Request] = []
         self._unsendable = unsendable
         self.waiting: dict[int, Callable[[Parcel], None]] = {}
+        self.told: list[Callable[[Parcel], None]] = []
+        """For the answers of requests that give up a call."""
         self.kept = 0
         self.patient: list[int] = []
         """The calls for whose answers the calling thread waits."""
@@ -54,7 +56,9 @@ class RecordingConnection:
         self.requests.append(request)
         if patience is not None:
             self.patient.append(request.seq)
-        if request.method not in (ACK.decode(), GIVE_UP.decode()):
+        if request.method == GIVE_UP.decode():
+            self.told.append(done)
+        elif request.method != ACK.decode():
             self.waiting[request.seq] = done
 
     def keep(self) -> None:
@@ -430,3 +434,25 @@ def test_acks_that_are_too_many_for_one_request_go_with_the_next_ones(
     for call in calls(4, 5, 6):
         machine.connection.send(call, 0)
     assert [request.acks for request in line.requests[3:]] == [(1, 2), (3,), ()]
+
+
+@pytest.mark.parametrize("told_before", [False, True])
+def test_a_call_that_nobody_waits_for_is_given_up_though_the_connection_breaks(told_before: bool) -> None:
+    """Otherwise the worker begins its part of a call that has lost another worker, and waits in it alone."""
+    machine = Calls()
+    (call,) = calls(1)
+    machine.connection.send(call, 0)
+    (line,) = machine.network.lines
+    if not told_before:
+        line.cut()
+    machine.connection.forget(call, lost=True)
+    if told_before:
+        machine.settle()
+        line.cut()
+    machine.settle()
+    again = machine.network.lines[1]
+    assert [decode_giving_up(request.body) for request in again.requests] == [(1, True)]
+    again.told.pop()(Parcel(b""))
+    (later,) = calls(2)
+    machine.connection.send(later, 0)
+    assert again.requests[-1].acks == (1,), "its answer went over the first one, and the worker keeps it"
