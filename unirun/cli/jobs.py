@@ -181,7 +181,7 @@ def _found(option: str | None, stores: _Stores) -> Iterator[KnownJob]:
         yield _here(job, _elsewhere(job))
     for job in () if option else jobs_of_nodes():
         # Where hosts share a home directory, they are a part of the job's own, and go with it.
-        if directory_of(job.run_id, job.uid) is None:
+        if directory_of(job.run_id, _uid(job)) is None:
             yield _here(job, _elsewhere(job))
     url = store_url(option)
     if url is None or not (option or may_be_there(url)):
@@ -210,6 +210,14 @@ def _elsewhere(job: JobDir) -> str | None:
         return job.store_url if job.store_url != job.own_store and may_be_there(job.store_url) else None
     except JobError:
         return None
+
+
+def _uid(job: JobDir) -> str:
+    """The uid of a job; empty where its directory was made or removed in part."""
+    try:
+        return job.uid
+    except JobError:
+        return ""
 
 
 def _last_seen(job: JobDir) -> float:
@@ -268,7 +276,7 @@ def _clear_store(remains: KnownJob, url: str, stores: _Stores, *, dry: bool) -> 
     try:
         store, index = stores.at(url)
         line = index.get(remains.run_id)
-        if remains.here is not None and (line is None or line.uid != remains.here.uid):
+        if remains.here is not None and (line is None or line.uid != _uid(remains.here)):
             # Another job has taken its id, or a gc elsewhere was quicker.
             return 0
         return size_in(store, remains.run_id) if dry else clear_in(store, remains.run_id, ended=remains.over)

@@ -476,9 +476,11 @@ def job_at(run_id: str, node: str = "") -> JobDir:
 
 def directories_of_nodes(job: JobDir, attempt: int | None = None) -> list[JobDir]:
     """Return the directories that the nodes of `job` have beside its own, where hosts share the home
-    directory; with `attempt`, those that have the files of that run."""
+    directory; with `attempt`, those that have the files of that run. A job without a uid has none."""
     root = unirun_home() / "nodes"
     run = job if attempt is None else job.attempt(attempt)
+    if not (run.path / "uid").exists():
+        return []
     # A node without a later run still has those files in the place of the last run.
     found = (*root.glob(f"*/{job.run_id}"), *root.glob(f"*/{job.run_id}/{ATTEMPT}*"))
     return [

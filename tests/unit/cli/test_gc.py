@@ -92,6 +92,20 @@ class TestHere:
         assert gc("--older-than", "0s") == 0
         assert not made.path.exists()
 
+    def test_gc_removes_directories_of_which_a_part_is_left(self) -> None:
+        # A gc that was interrupted, or a full disk, leaves directories without a uid.
+        whole = job("whole")
+        of_node, lock = create_job("part", new_token(), node="h1")
+        os.close(lock)
+        (of_node.path / "uid").unlink()
+        of_job, lock = create_job("part", new_token())
+        os.close(lock)
+        (of_job.path / "uid").unlink()
+        another, lock = create_job("part", new_token(), node="h2")
+        os.close(lock)
+        assert gc("--older-than", "0s") == 0
+        assert [each.path.exists() for each in (whole, of_node, of_job, another)] == [False] * 4
+
     @pytest.mark.parametrize(("age", "left"), [("0s", []), ("36h", ["new"]), ("3d", ["mid", "new"])])
     def test_gc_removes_jobs_older_than_the_given_age(self, home: Path, age: str, left: list[str]) -> None:
         for name, days in (("old", 4), ("mid", 2), ("new", 1)):
