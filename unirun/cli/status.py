@@ -263,12 +263,15 @@ class Followed:
     """A job that is looked at again and again."""
 
     def __init__(self, job: JobDir) -> None:
-        self._job, self._reader = job, EventReader(job.events)
-        self._events: tuple[LoggedEvent, ...] = ()
-        self.meters = Meters()
+        self._job, self._uid = job, ""
 
     def look(self, choice: TopView) -> Look:
         """Read what the job has written. Raises `JobError`."""
+        if (uid := self._job.uid) != self._uid:
+            # At first, and when another job has taken the id.
+            self._uid, self._reader = uid, EventReader(self._job.events)
+            self._events: tuple[LoggedEvent, ...] = ()
+            self.meters = Meters()
         self._events = (*self._events, *self._reader.read())[-EVENTS_KEPT:]
         look = Look(time.time(), read_status(self._job), self._events)
         self.meters.update(look)
@@ -319,17 +322,15 @@ def _show_live(jobs: list[Followed], choice: TopView, interval: float) -> None:
 
     console = Console()
     with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
-        due = time.monotonic()
         while True:
             now = jobs[choice.job]
             size = console.size
             look = now.look(choice)
             lines = frame(look, now.meters, choice, size.width, size.height)
             live.update(drawn(lines), refresh=True)
-            due = max(due + interval, time.monotonic())
-            ready, _, _ = select.select([keys], [], [], max(due - time.monotonic(), 0.0) or interval)
+            ready, _, _ = select.select([keys], [], [], interval)
             if ready:
-                key = os.read(keys, 16)
+                key = _read_key(keys)
                 if key in (b"q", b"\x03", b"\x04", b""):
                     return
                 choice = pressed(choice, key, lambda: _read_line(keys), len(chosen(look.status, choice)))
@@ -367,6 +368,13 @@ def _keys() -> Iterator[int]:
         return
     finally:
         termios.tcsetattr(number, termios.TCSADRAIN, before)
+
+
+def _read_key(keys: int) -> bytes:
+    """The next key, of several that were pressed since the last look: a character, or the three of an arrow."""
+    key = os.read(keys, 1)
+    arrow = key == b"\x1b" and select.select([keys], [], [], 0)[0]
+    return key + os.read(keys, 2) if arrow else key
 
 
 def _read_line(keys: int) -> str:

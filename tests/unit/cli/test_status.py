@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import select
 import termios
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +18,7 @@ from unirun.cli.status import Followed, _keys, pressed
 from unirun.errors import JobError
 from unirun.observe.events import EventLog
 from unirun.observe.status import JobStatus, write_status
-from unirun.observe.top import ORDERS, TopView
+from unirun.observe.top import ORDERS, Look, TopView
 from unirun.rendezvous.creation import create_job
 from unirun.wire.handshake import new_token
 
@@ -76,6 +78,50 @@ def test_the_terminal_is_as_it_was_however_top_ends(
                 raise raised
         assert termios.tcgetattr(slave) == before
     os.close(master)
+
+
+def test_keys_that_are_pressed_at_once_all_count_and_put_off_no_frame(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    views: list[TopView] = []
+    waits: list[float] = []
+
+    class Watched(Followed):
+        def look(self, choice: TopView) -> Look:
+            views.append(choice)
+            return super().look(choice)
+
+    def ready(keys: list[int], *rest: Any) -> Any:
+        waits.append(rest[-1])
+        return keys, [], []
+
+    reading, writing = os.pipe()
+    os.write(writing, b"s/abc\r\x1b[Bs\rq")
+    os.close(writing)
+    monkeypatch.setattr(status, "_keys", lambda: contextlib.nullcontext(reading))
+    monkeypatch.setattr(select, "select", ready)
+    job, lock = create_job("job-1", new_token())
+    os.close(lock)
+    write_status(job, JobStatus("job-1", "job", "failed", "", 1.0, 2.0, 1, ()))
+    status._show_live([Watched(job)], TopView(jobs=("job-1",)), 1.0)
+    os.close(reading)
+    assert views[-1] == TopView(ORDERS[2], "abc", detail=True, jobs=("job-1",))
+    assert set(waits) == {0, 1.0}
+
+
+def test_a_job_that_has_taken_the_id_is_shown_without_the_events_of_the_one_before() -> None:
+    shown = []
+    followed = None
+    for words in (("of the first", "and another"), ("of the second",)):
+        job, lock = create_job("job-1", new_token())
+        os.close(lock)
+        write_status(job, JobStatus("job-1", "job", "failed", "", 1.0, 2.0, 1, ()))
+        with contextlib.closing(EventLog(job.events)) as log:
+            for text in words:
+                log.write("end", text)
+        followed = followed or Followed(job)
+        shown.append([event.text for event in followed.look(TopView()).events])
+    assert shown == [["of the first", "and another"], ["of the second"]]
 
 
 def test_the_latest_events_are_kept_at_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
