@@ -42,6 +42,7 @@ from unirun.failover.restart_or_end import (
 )
 from unirun.failover.state import (
     CUT_SECONDS,
+    NEVER,
     ROLE_WORKS,
     Cut,
     Exit,
@@ -91,8 +92,9 @@ def exited(draft: JobDraft, event: WorkerExited) -> None:
     end = Exit(event.code, event.signal, early=needed and event.code == 0)
     # Its rank goes to another node: it was told to end, whatever its own reason is.
     moves = works and draft.state.misplaced(role, worker)
-    regroups = spec.group is not None and event.cause == "order"
-    if works and (moves or regroups) and end.ok and event.cause == "order":
+    # So was one that the job goes on without, or of which the group starts again.
+    leaves = event.cause == "order" and (spec.group is not None or worker.due == NEVER)
+    if works and (moves or leaves) and end.ok and event.cause == "order":
         # A clean exit on request is not success.
         end = Exit(signal=event.sent)
     text = f"{event.worker} ended: {end}{', ' + event.note if event.note else ''}"
@@ -101,7 +103,7 @@ def exited(draft: JobDraft, event: WorkerExited) -> None:
     elif worker.fault:
         draft.cause = worker.fault
     draft.record("exit", text, str(event.worker))
-    if works and event.cause == "order" and not moves and not regroups:
+    if works and event.cause == "order" and not moves and not leaves:
         raise IllegalTransition(f"{text}, by an order that no master has written")
     left = event.time if end.ok and event.sent is None else 0.0
     step = max(worker.step, event.step)
@@ -110,7 +112,7 @@ def exited(draft: JobDraft, event: WorkerExited) -> None:
         unsettle(draft, name)
     if obstructs:
         clear_the_way(draft)
-    if end.ok or moves or regroups or role.orderly or _obeyed(event):
+    if end.ok or moves or leaves or role.orderly or _obeyed(event):
         if works and event.cause == "leaving":
             # Its agent has ended it; AgentLost or OwnerLost follows with the reason.
             draft.put(replace(draft.role(name), phase=RolePhase.STOPPING), PhaseEvent.AGENT_LEAVES)

@@ -37,6 +37,7 @@ from unirun.wire.reports import (
     HeldWorker,
     Join,
     Placed,
+    Resilient,
     Serving,
     StoreEnded,
     WorkerRunning,
@@ -227,14 +228,16 @@ def histories_of_roles() -> Iterator[tuple[Row, Callable[[], object]]]:
     yield row(RolePhase.SUCCEEDED, PhaseEvent.ROLE_RESTARTS, RolePhase.RESTARTING), starts_again_with_the_job
     yield row(RolePhase.REFORMING, PhaseEvent.NO_PLACE, RolePhase.STOPPING), has_no_place_alone
     yield row(RolePhase.RESTARTING, PhaseEvent.NO_PLACE, RolePhase.STOPPING), has_no_place
+    yield row(RolePhase.REFORMING, PhaseEvent.GIVEN_UP, RolePhase.STOPPING), fails_again_in_place
     for before in (RolePhase.WAITING, RolePhase.STARTING, RolePhase.RUNNING, RolePhase.RESTARTING):
         as_a_whole = row(before, PhaseEvent.GIVEN_UP, RolePhase.STOPPING)
         yield as_a_whole, partial(given_up, before, restart="role")
+    yield row(RolePhase.REFORMING, PhaseEvent.GIVEN_UP, RolePhase.FAILED), fails_again
     for before in (RolePhase.WAITING, RolePhase.STARTING, RolePhase.RESTARTING):
         rank = row(before, PhaseEvent.GIVEN_UP, RolePhase.FAILED)
         yield rank, partial(given_up, before, restart="process")
     yield row(RolePhase.RUNNING, PhaseEvent.GIVEN_UP, RolePhase.FAILED), last_fails
-    for before in (RolePhase.STARTING, RolePhase.RUNNING, RolePhase.RESTARTING):
+    for before in (*ROLE_WORKS, RolePhase.RESTARTING):
         yield row(before, PhaseEvent.NONE_WANTED, RolePhase.FAILED), partial(last_leaves, before)
 
 
@@ -301,6 +304,27 @@ def given_up(before: RolePhase, *, restart: Restart) -> Services:
         restarting = replace(job.state.roles["engine"], phase=before)
         job.state = job.state.with_role(restarting)
     return (job if before is RolePhase.RESTARTING else job.launched()).on(no_ports)
+
+
+def fails_again() -> Services:
+    """An optional service whose ranks start again alone fails before it has formed its next generation."""
+    return Services(optional(1, restart="process"), program()).running().dies().dies()
+
+
+def fails_again_in_place() -> Services:
+    """The same of scripts in a function that survives."""
+    job = Services(optional(2, restart="role"), program()).running()
+    for rank in (0, 1):
+        job.on(FromWorker(WorkerId("engine", rank, 0), Resilient(inside=True)))
+    return job.dies().dies()
+
+
+def optional(count: int, *, restart: Restart) -> RoleSpec:
+    """An optional service of scripts, which may start again once."""
+    entry = Entry("script", "a.py")
+    return RoleSpec(
+        "engine", count, entry, service=True, optional=True, restart=restart, max_restarts=1, slots=0.0
+    )
 
 
 def last_fails() -> Services:

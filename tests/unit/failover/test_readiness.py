@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from tests.unit.failover.job import KILL, TERM
+from tests.unit.failover.phase_rows import fails_again, fails_again_in_place, optional
 from tests.unit.failover.services import Services, place, program, service
 from tests.unit.failover.takeover import join, rejoin, take_over
 from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, EXIT_RENDEZVOUS, Refused
@@ -19,7 +21,7 @@ from unirun.failover.state import NEVER, JobPhase, RolePhase
 from unirun.failover.step import step
 from unirun.values import RankAddress, WorkerId
 from unirun.wire.messages import Reserve, StartRole, Stop, View
-from unirun.wire.reports import FromWorker, Health, Notice, Placed
+from unirun.wire.reports import FromWorker, Health, Notice, Placed, StoreEnded
 
 AFTER = {"engine": 0}
 
@@ -324,6 +326,19 @@ class TestRestarts:
         job.dies("train", code=0)
         assert job.end is not None
         assert job.end[0] == 0
+
+    @pytest.mark.parametrize("fails", [fails_again, fails_again_in_place])
+    def test_restarts_of_an_optional_service_may_end_while_it_is_formed_anew(
+        self, fails: Callable[[], Services]
+    ) -> None:
+        job = fails().obey()
+        assert job.phases() == {"train": "running", "engine": "failed"}
+
+    def test_ranks_of_an_optional_service_end_by_order_when_it_has_lost_its_store(self) -> None:
+        job = Services(program(), optional(2, restart="process")).running().dies("engine", 0)
+        job.on(StoreEnded("engine", 1, job.now, "it was killed"))
+        assert job.ended == [("engine", [0], TERM), ("engine", [1], TERM)]
+        assert job.obey().phases() == {"train": "running", "engine": "failed"}
 
     def test_restarts_of_a_group_are_of_all_its_ranks(self) -> None:
         job = Services(service(count=4, group=2), program()).up().dies(rank=3)
