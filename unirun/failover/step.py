@@ -328,8 +328,10 @@ def _store_opened(draft: JobDraft, event: StoreOpened) -> None:
     # A role that restarts may have begun to form a generation before: its workers end first, and then form another one.
     restarts = role.phase is RolePhase.RESTARTING and not role.living
     awaited = running and (restarts or role.phase is RolePhase.REFORMING)
-    # While a misplaced worker is in the way the event is ignored; the store is asked for again when that one is gone.
-    if awaited and event.generation == role.generation > role.opened and not obstructed(draft.state, role):
+    # While a misplaced worker is in the way, or the job has restarted since and it is not the role's turn, the event is
+    # ignored; the store is asked for again later.
+    waits = bool(role.due) or obstructed(draft.state, role)
+    if awaited and event.generation == role.generation > role.opened and not waits:
         opened(draft, event.role)
         settle(draft, event.role)
 

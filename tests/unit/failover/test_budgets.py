@@ -152,6 +152,20 @@ class TestTheJobLevel:
             job.exits("actor", rank, by=TERM, asked=TERM)
         assert job.state.roles["actor"].generation == 2
 
+    def test_the_job_restarts_in_its_order_though_a_store_comes_that_was_ordered_before(self) -> None:
+        """Until the processes of all other roles have ended, none of the next generation starts."""
+        job = settings(Job({"actor": 1, "rollout": 2}, restarts={"actor": 1}), max_job_restarts=1).running()
+        job.stores_open = False
+        job.exits("actor", 0, 1).exits("rollout", 0, 1)
+        job.on(StoreOpened("actor", 1))
+        assert job.phases() == {"actor": "restarting", "rollout": "restarting"}
+        assert job.exits("rollout", 1, by=TERM, asked=TERM).orders(OpenStore) == [
+            OpenStore("actor", 1),
+            OpenStore("rollout", 1),
+        ]
+        job.on(StoreOpened("actor", 1))
+        assert [order.role for order in job.orders(StartRole)] == ["actor"]
+
 
 class TestARank:
     def test_a_rank_with_a_spent_budget_restarts_its_whole_role(self) -> None:
