@@ -535,13 +535,13 @@ def give_up(draft: JobDraft, name: str, ranks: Collection[int], reason: str, *, 
 
 def _back_off(draft: JobDraft, name: str, decision: Decision) -> None:
     """The ranks that have just ended start again after the back-off of their budget. A rank that has a time for its
-    start already has paid."""
-    now = draft.now
+    start already has paid; for those of a group, the role pays."""
+    now, free = draft.now, decision.free or draft.role(name).grouped
     for worker in draft.role(name).workers:
         if worker.live or worker.ended_well or worker.due or worker.exit is None:
             continue
         delay = budget_for(draft.state, draft.role(name), now, [worker.rank]).back_off
-        paid = worker.paid if decision.free else _paid(draft, name, worker.paid)
+        paid = worker.paid if free else _paid(draft, name, worker.paid)
         draft.put_worker(name, replace(worker, due=now + delay, paid=paid))
         if delay:
             draft.send(After(delay, Due.START))

@@ -184,6 +184,13 @@ class TestARank:
         assert job.finish is not None
         assert job.finish.verdict.code == EXIT_BUDGET
 
+    def test_a_rank_of_programs_spends_one_restart_for_each_of_its_failures(self) -> None:
+        job = Services(program(count=2, max_restarts=9, rank_restarts=2)).up()
+        for _ in range(2):
+            job.dies("train").obey().all_run("train")
+        assert job.phases() == {"train": "running"}
+        assert "all 2 restarts of train:0 are used up" in job.dies("train").records
+
     def test_a_rank_has_a_budget_within_the_window(self) -> None:
         job = Job({"actor": 1}, restarts={"actor": 9})
         settings(job, of_roles={"rank_restarts": 1, "restart_window": 60.0}).running()
