@@ -161,10 +161,10 @@ def place_elsewhere(state: JobState, name: str, rank: int) -> Placement | None:
         return None
     node, role = places[rank].node, state.roles[name]
     ways = [[places[rank]]]
-    if role.restart == "role":
+    if not role.in_place:
         ways.append([place for place in places if place.node == node])
-    if node in state.sick and not role.in_place:
-        ways.reverse()
+        if node in state.sick:
+            ways.reverse()
     return next(filter(None, (_without_others(state, leaving) for leaving in ways)), None)
 
 

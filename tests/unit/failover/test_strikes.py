@@ -13,7 +13,7 @@ from unirun.failover.state import RolePhase
 from unirun.spec.job import EntryKind
 from unirun.values import WorkerId
 from unirun.wire.messages import Drain, StopWorkers
-from unirun.wire.reports import FromWorker, Notice, OpenStore, Resilient, Sick, WorkerError
+from unirun.wire.reports import FromWorker, GroupFormed, Notice, OpenStore, Resilient, Sick, WorkerError
 
 PEER = WorkerError("RuntimeError: Connection closed by peer [127.0.0.1]:3776", "", 100.0)
 
@@ -24,6 +24,17 @@ def running(
     """A job with many restarts on so many nodes."""
     job = Job(counts, restarts=dict.fromkeys(counts, 99), inventory=nodes(of, devices), kinds=kinds)
     return job.running()
+
+
+def on_three_nodes_in_pairs() -> Job:
+    """Four ranks, of which each node has two or none."""
+    job = Job({"actor": 4}, restarts={"actor": 99}, inventory=nodes(3))
+    spec = job.state.spec
+    role = replace(spec.role("actor"), per_node=2)
+    job.state = replace(job.state, spec=replace(spec, roles=(role,)))
+    job.running()
+    assert places(job) == ["n0", "n0", "n1", "n1"]
+    return job
 
 
 def fails(job: Job, rank: int, *, role: str = "actor", error: WorkerError | None = None) -> list[str]:
@@ -75,15 +86,23 @@ class TestARank:
         assert ordered == ["n1"]
 
     def test_a_rank_that_goes_takes_the_ranks_with_it_that_a_node_has_together(self) -> None:
-        job = Job({"actor": 4}, restarts={"actor": 99}, inventory=nodes(3))
-        spec = job.state.spec
-        role = replace(spec.role("actor"), per_node=2)
-        job.state = replace(job.state, spec=replace(spec, roles=(role,)))
-        job.running()
-        assert places(job) == ["n0", "n0", "n1", "n1"]
+        job = on_three_nodes_in_pairs()
         for _ in range(3):
             fails(job, 0)
         assert places(job) == ["n2", "n2", "n1", "n1"]
+        assert job.phases() == {"actor": "running"}
+
+    def test_a_rank_takes_none_with_it_that_keeps_its_memory(self) -> None:
+        """Scripts in a function that survives: the others of the node would have to end, too. So the rank stays."""
+        job = on_three_nodes_in_pairs()
+        for rank in range(4):
+            job.on(FromWorker(WorkerId("actor", rank, 0), Resilient(inside=True)))
+        for generation in (1, 2, 3):
+            job.exits("actor", 0, 1).all_run("actor")
+            for worker in job.state.roles["actor"].workers:
+                who = WorkerId("actor", worker.rank, worker.incarnation)
+                job.on(FromWorker(who, GroupFormed(generation)), FromWorker(who, Resilient(inside=True)))
+        assert places(job) == ["n0", "n0", "n1", "n1"]
         assert job.phases() == {"actor": "running"}
 
     def test_a_rank_stays_when_there_is_no_room_and_that_is_told(self) -> None:
