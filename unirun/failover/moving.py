@@ -98,10 +98,7 @@ def why_all_restart(
     if len(new) < len(old):
         return f"{role.name} has room for {len(new)} of {len(old)} ranks"
     moving = [
-        w.rank
-        for w in role.live
-        # Those that are not where they should be were told to end before.
-        if w.node not in gone and _is_at(w, old[w.rank]) and not _is_at(w, new[w.rank])
+        w.rank for w in role.live if w.node not in gone and not w.leaving and not _is_at(w, new[w.rank])
     ]
     return f"{role.name}:{show_ranks(moving)} make room for others" if moving else ""
 
@@ -616,8 +613,11 @@ def _let_go(draft: JobDraft, name: str) -> None:
     role = draft.state.roles[name]
     if role.phase not in ROLE_WORKS:
         return
-    leaving = {worker.rank for worker in role.live if draft.state.misplaced(role, worker)}
-    draft.stop(name, signal.SIGTERM, draft.state.spec.shutdown_timeout, ranks=leaving)
+    leaving = [worker for worker in role.live if draft.state.misplaced(role, worker)]
+    for worker in leaving:
+        draft.put_worker(name, replace(worker, leaving=True))
+    ranks = {worker.rank for worker in leaving}
+    draft.stop(name, signal.SIGTERM, draft.state.spec.shutdown_timeout, ranks=ranks)
 
 
 def _go_on_without_decision(draft: JobDraft, before: JobState, name: str) -> None:

@@ -301,6 +301,7 @@ class WorkerState(Value, omit_defaults=True):
     counts how often another process had its port. `fault` is the id of the event that has injected a fault into it.
     `resilient`: it is in a function that survives the loss of a peer, has left it, or (None) has not entered it.
     `step` is the one to which the worker before had come, until the role runs again; -1 if it is not known.
+    `leaving`: it was told to end as its rank goes elsewhere; that may have come back to its place since.
     """
 
     rank: int
@@ -325,6 +326,7 @@ class WorkerState(Value, omit_defaults=True):
     fault: str = ""
     resilient: bool | None = None
     step: int = -1
+    leaving: bool = False
 
     @property
     def place(self) -> RankAddress | None:
@@ -661,11 +663,12 @@ class JobState(Value):
         return self.misplaced(role, worker) or (worker.live and given_up)
 
     def misplaced(self, role: RoleState, worker: WorkerState) -> bool:
-        """Return True if a worker runs at another node or slot than the placement has for its rank."""
+        """Return True if a worker runs at another node or slot than the placement has for its rank, or had when the
+        worker was told to end."""
         places = self.placement.of_role(role.name)
         if not worker.live:
             return False
-        if worker.rank >= len(places):
+        if worker.leaving or worker.rank >= len(places):
             return True
         return (worker.node, worker.own) != (places[worker.rank].node, places[worker.rank].own)
 

@@ -9,14 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.effort import examples
-from tests.unit.failover.job import Job
-from tests.unit.failover.multi_node import nodes
+from tests.unit.failover.job import TERM, Job
+from tests.unit.failover.multi_node import gone, nodes
+from tests.unit.failover.takeover import starts
 from tests.unit.failover.workloads import serving
 from unirun.failover.draft import Straggles
 from unirun.failover.hangs import WINDOWS, Lateness, Windows, late_ranks
 from unirun.failover.state import RolePhase
 from unirun.values import WorkerId
-from unirun.wire.messages import StopWorkers
+from unirun.wire.messages import StartRole, StopWorkers
 
 Arrivals = dict[WorkerId, dict[int, float]]
 
@@ -141,6 +142,17 @@ class TestTheMove:
         after = job.state.roles["actor"].workers
         assert after[0].pid == before[0].pid
         assert (after[1].node != before[1].node, after[1].incarnation) == (True, 1)
+
+    def test_a_workload_that_was_told_to_end_does_so_though_its_rank_comes_back(self) -> None:
+        """The node to which it was to go is lost while it ends. Its successor starts when its slot is free."""
+        job = serving(count=2, inventory=nodes(3, 2))
+        (first, second) = job.state.roles["actor"].workers
+        job.on(Straggles(WorkerId("actor", 1, 0), "actor:1 is slow"))
+        job.on(gone(job.state.placement.of_role("actor")[1].node))
+        assert [place.node for place in job.state.placement.of_role("actor")] == [first.node, second.node]
+        assert not job.orders(StartRole)
+        assert starts(job.exits("actor", 1, by=TERM, asked=TERM)) == [("actor", 1, [(1, 1)])]
+        assert job.state.roles["actor"].restarts == 0
 
     def test_without_room_it_stays(self) -> None:
         job = Job({"actor": 2}).running().on(Straggles(WorkerId("actor", 1, 0), "actor:1 is slow"))
