@@ -309,7 +309,9 @@ class Producer:
     def _put_back(self, which: Callable[[int, WorkerId], bool]) -> None:
         with self._changed:
             back = [number for number, (_, who) in self._taken.items() if which(number, who)]
-            self._items.extendleft(self._taken.pop(number)[0] for number in sorted(back, reverse=True))
+            # Those that were put back before may come after these.
+            found = [*(self._taken.pop(number)[0] for number in back), *self._items]
+            self._items = deque(sorted(found, key=lambda item: item[0].number))
             woken = self._woken()
         self._tell(woken)
 

@@ -80,7 +80,7 @@ class Items(RuleBasedStateMachine):
         """Some answers were lost."""
         self.held[rank], lost = self.held[rank][:count], self.held[rank][count:]
         self.producer.handle(Hold("q", self.who(rank), tuple(self.held[rank])), lambda _: None)
-        self.there = sorted(lost) + self.there
+        self.there = sorted([*lost, *self.there])
 
     @rule(rank=RANKS)
     def dies(self, rank: int) -> None:
@@ -88,7 +88,7 @@ class Items(RuleBasedStateMachine):
         alive = {self.who(each) for each in range(3)}
         self.producer.lost(lambda who: who not in alive)
         lost, self.held[rank] = self.held[rank], []
-        self.there = sorted(lost) + self.there
+        self.there = sorted([*lost, *self.there])
 
     @rule()
     def waits(self) -> None:
