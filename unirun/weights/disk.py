@@ -126,10 +126,13 @@ def _versions(files: Any, root: str, at_least: int) -> Iterator[tuple[int, tuple
             match = _FILE.fullmatch(str(path).rpartition("/")[2])
             if match is not None:
                 paths[int(match[2]), int(match[1])] = str(path)
-        for ranks in sorted({ranks for ranks, _ in paths}):
-            whole = [paths.get((ranks, rank)) for rank in range(ranks)]
-            if all(path is not None for path in whole):
-                yield version, tuple(path for path in whole if path is not None)
+        wanted = [[(ranks, rank) for rank in range(ranks)] for ranks in sorted({ranks for ranks, _ in paths})]
+        whole = [tuple(paths[each] for each in some) for some in wanted if paths.keys() >= {*some}]
+        if len(whole) > 1:
+            # Other numbers of ranks have saved it: the last of them counts.
+            whole.sort(key=lambda some: min(map(files.modified, some)))
+        if whole:
+            yield version, whole[-1]
 
 
 def _header(files: Any, path: str, folder: str) -> str:

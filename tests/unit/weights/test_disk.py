@@ -160,6 +160,17 @@ def test_the_latest_version_counts_that_all_ranks_have_saved(url: str) -> None:
     assert got.unique().tolist() == [10.0]
 
 
+@pytest.mark.parametrize("first", [1, 2])
+def test_of_a_version_that_was_saved_again_by_other_ranks_the_later_files_count(url: str, first: int) -> None:
+    whole: list[list[Weights]] = [[{"w": torch.ones(4, 2)}], [*halves(torch.full((4, 2), 2.0))]]
+    for path in save(url, 5, *whole[first - 1]):
+        os.utime(path, (1.0, 1.0))
+    save(url, 5, *whole[2 - first])
+    got = torch.zeros(4, 2)
+    assert load(url, {"w": got}) == 5
+    assert got.unique().tolist() == [3.0 - first]
+
+
 def test_nothing_is_there(url: str) -> None:
     with pytest.raises(WeightsError, match="no version is whole there; does every rank"):
         load(url, {"w": torch.zeros(1)})
