@@ -452,14 +452,16 @@ class Queue:
         return self.get_batch(1, timeout=timeout)[0]
 
     def get_batch(self, count: int, *, timeout: float | None = None) -> list[Item]:
-        """The next `count` items. Raises as `get`; what has come before that is there for the next call."""
-        self._may_get()
+        """The next `count` items. Raises as `get`; what has come before that is there for the next call. Raises
+        `UsageError` for a number below 0."""
+        self._may_get(count)
         with self._waiting("empty_s"), page().idle():
             return self._consumer.get(count, self._connected, self._deadline(timeout))
 
     def get_some(self, most: int, *, timeout: float | None = None) -> list[Item]:
-        """The items that have come, at most so many of them; waits for one. Raises as `get`."""
-        self._may_get()
+        """The items that have come, at most so many of them; waits for one. Raises as `get`, and `UsageError` for a
+        number below 1."""
+        self._may_get(most, least=1)
         with self._waiting("empty_s"), page().idle():
             return self._consumer.get_some(most, self._connected, self._deadline(timeout))
 
@@ -469,13 +471,17 @@ class Queue:
 
     async def get_batch_async(self, count: int, *, timeout: float | None = None) -> list[Item]:
         """As `get_batch`, in an event loop."""
-        self._may_get()
+        self._may_get(count)
         with self._waiting("empty_s"), page().awaiting(asyncio.get_running_loop()):
             feeds, deadline = partial(self._connected, connect=False), self._deadline(timeout)
             return await self._consumer.get_async(count, feeds, deadline, self._connect_async)
 
-    def _may_get(self) -> None:
+    def _may_get(self, count: int, least: int = 0) -> None:
         self._must_be(self.consumer, "get")
+        if count < least:
+            raise UsageError(
+                f"{count} items of queue {self.name!r} are asked for", f"ask for {least} or more"
+            )
         self.done()
         if self._bound is not None and self._context.rank == 0:
             self._hub.gate(self.name).open(self._bound, self._consumer.version, self._listening)

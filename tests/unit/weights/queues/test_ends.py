@@ -179,6 +179,28 @@ def test_some_items_are_those_that_have_come_and_no_more_than_wanted(rollout: En
     assert actor.worker.job.now == pytest.approx(began + 0.5)
 
 
+@pytest.mark.parametrize(
+    ("method", "count"), [("get_batch", -1), ("get_batch_async", -1), ("get_some", 0), ("get_some", -1)]
+)
+def test_a_number_of_items_that_there_cannot_be_is_an_error(
+    rollout: End, actor: End, method: str, count: int
+) -> None:
+    for number in range(3):
+        rollout.queue.put(number, version=0)
+    with pytest.raises(QueueTimeout):
+        actor.queue.get_batch(4, timeout=0.1)
+
+    async def gets() -> None:
+        found = getattr(actor.queue, method)(count, timeout=0.1)
+        if asyncio.iscoroutine(found):
+            await found
+
+    with pytest.raises(UsageError, match=f"{count} items of queue 'q'"):
+        asyncio.run(gets())
+    assert actor.queue.get_batch(0, timeout=0.1) == []
+    assert [item.value for item in actor.queue.get_batch(3, timeout=0.1)] == [0, 1, 2]
+
+
 def test_an_item_that_is_put_after_hours_goes_to_the_consumer_that_waits(rollout: End, actor: End) -> None:
     with pytest.raises(QueueTimeout):
         actor.queue.get(timeout=10_000.0)
