@@ -44,7 +44,7 @@ CHECKPOINT_WRITE_TIMEOUT = 600.0
 """Seconds in which a checkpoint must be written."""
 
 RANKS_SAVE_TIMEOUT = 60.0
-"""Seconds in which the other ranks must have saved it, too."""
+"""Seconds in which one more of the other ranks must have saved it, too, or have written more of it."""
 
 RANKS_SAVE_POLL_INTERVAL = 0.02
 """Seconds between two looks whether they have."""
@@ -237,10 +237,13 @@ class CheckpointWriter:
     def _gathered(self, pending: _Pending) -> list[Part]:
         """The parts of all ranks in rank order, once all have written theirs, each with the file that it is in."""
         names = {f"rank.{rank:05}.json" for rank in range(self._world)}
-        deadline = time.monotonic() + RANKS_SAVE_TIMEOUT
-        while missing := names - self._folder.sizes(pending.number).keys():
+        seen, deadline = dict[str, int](), time.monotonic() + RANKS_SAVE_TIMEOUT
+        while missing := names - (there := self._folder.sizes(pending.number)).keys():
             self._check_open(pending)
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if there != seen:
+                seen, deadline = there, now + RANKS_SAVE_TIMEOUT
+            if now >= deadline:
                 ranks = ", ".join(sorted(str(int(name.split(".")[1])) for name in missing))
                 raise TrainingFailed(
                     f"ranks {ranks} have not saved checkpoint {pending.number}",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import re
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -215,6 +218,27 @@ class TestSeveralRanks:
         writer.save({"rank": 0}, {"train": Share(0, 3, 9)})
         with pytest.raises(TrainingFailed, match="ranks 1, 2 have not saved checkpoint 1"):
             committed(writer, 1)
+
+    def test_a_rank_that_still_writes_is_waited_for(
+        self, folder: Folder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Files of a rank may be large."""
+        now, more = itertools.count(), iter(range(20))
+        writers = [rank(folder, number, 2) for number in range(2)]
+
+        def passes(seconds: float) -> None:
+            if (part := next(more, None)) is None:
+                writers[1].save({}, {"train": Share(1, 2, 9)})
+                writers[1].finish()
+            else:
+                Path(folder.inside(1, f"part{part // 2}")).write_bytes(bytes(part))
+
+        clock = SimpleNamespace(monotonic=lambda: float(next(now)), sleep=passes, time_ns=time.time_ns)
+        monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(module, "RANKS_SAVE_TIMEOUT", 4.0)
+        writers[0].save({}, {"train": Share(0, 2, 9)})
+        committed(writers[0], 1)
+        assert "rank.00001.json" in folder.manifest(1).files
 
     def test_ranks_with_different_datasets_are_told(self, folder: Folder) -> None:
         for number, name in ((1, "validation"), (0, "train")):
