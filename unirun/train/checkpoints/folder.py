@@ -20,6 +20,7 @@ import stat
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -310,11 +311,10 @@ class Folder:
         return file
 
     def remove(self, number: int) -> None:
-        """Delete a checkpoint; its manifest first, so that no half of one counts."""
-        path = self.inside(number, MANIFEST)
-        if self.files.exists(path):
-            self.files.rm(path)
-        self.files.rm(self.inside(number), recursive=True)
+        """Delete a checkpoint, unless a user has deleted it; its manifest first, so that no half of one counts."""
+        for path, whole in ((self.inside(number, MANIFEST), False), (self.inside(number), True)):
+            with suppress(FileNotFoundError):
+                self.files.rm(path, recursive=whole)
 
 
 def files_of(rank: int) -> str:

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import threading
 import time
 import weakref
@@ -272,6 +273,15 @@ class TestKeeping:
             writer.reported({"loss": loss})
             committed(writer, number)
         assert [(info.number, info.score) for info in folder.infos()] == [(2, 0.1), (4, 0.3)]
+
+    def test_one_that_a_user_has_deleted_is_not_missed(self, folder: Folder) -> None:
+        writer = rank(folder, num_to_keep=1)
+        for number in (1, 2):
+            writer.save({"epoch": number}, {})
+            writer.reported({})
+            assert committed(writer, number).number == number
+            shutil.rmtree(folder.path(number))
+        assert folder.infos() == []
 
     def test_a_score_that_is_no_number_is_told_and_the_checkpoint_does_not_count(
         self, folder: Folder
