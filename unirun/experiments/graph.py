@@ -523,7 +523,7 @@ def with_hooks(calls: Sequence[MFCDef], shared: Collection[ModelName]) -> list[M
     its calls, unless it is a moving average. If that replica is in `shared` (models that share workers with other
     models), it is offloaded after each call."""
     trained = {call.role: call.model_name for call in calls if call.trains}
-    averages = {hook.target for call in calls for hook in call.reallocs if hook.eta < 1.0}
+    averages = {h.target or call.model_name for call in calls for h in call.reallocs if h.eta < 1.0}
     found = []
     for call in calls:
         source = trained.get(call.role)

@@ -318,6 +318,11 @@ class TestHooksThatAreAdded:
         first, last = with_hooks(calls, shared=())
         assert (first.pre_hooks, last.post_hooks) == ((), (average,))
 
+    def test_a_moving_average_of_one_call_is_not_overwritten_before_another_one(self) -> None:
+        averages = call("average", ["prompt"], ["x"], model=COPY, pre_hooks=(realloc(ACTOR, 0.1),))
+        uses = call("use", ["x"], model=COPY)
+        assert with_hooks([self.CALLS[0], averages, uses], ()) == [self.CALLS[0], averages, uses]
+
     def test_a_role_that_is_not_trained_gets_nothing(self) -> None:
         calls = [call("a", ["prompt"]), call("b", ["prompt"], model=COPY)]
         assert with_hooks(calls, {ACTOR, COPY}) == calls
