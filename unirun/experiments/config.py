@@ -93,7 +93,8 @@ class ExperimentSaveEvalControl:
             right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
             if not right or not value > 0:
                 kind = "a whole number" if whole else "a number of seconds"
-                found.append(Fault(f"exp_ctrl.{name}", f"{value!r} is not {kind} above 0", "None: never"))
+                remedy = "None: never" if name != "total_train_epochs" else ""
+                found.append(Fault(f"exp_ctrl.{name}", f"{value!r} is not {kind} above 0", remedy))
         return found
 
 

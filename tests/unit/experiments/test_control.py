@@ -96,6 +96,8 @@ class TestNumbers:
         assert fault.where == f"exp_ctrl.{name}"
         kind = "a number of seconds" if name.endswith("secs") else "a whole number"
         assert fault.problem == f"{value!r} is not {kind} above 0"
+        # An experiment has a length.
+        assert fault.remedy == ("" if name == "total_train_epochs" else "None: never")
 
     def test_all_of_them_are_told(self) -> None:
         wrong = ExperimentSaveEvalControl(save_freq_steps=0, eval_freq_secs=-1.0)
