@@ -279,7 +279,8 @@ class GenerationServer:
 @dataclass
 class GserverManager:
     """The manager that sends requests to `n_servers` generation servers, and holds back samples that would be
-    too stale. Each request of an update of a server's weights may take `flush_request_timeout` seconds."""
+    too stale. Each request of an update of a server's weights may take `flush_request_timeout` seconds. ``"actor"`` as
+    its model is ``ModelName("actor")``."""
 
     model_name: ModelName
     n_servers: int
@@ -289,6 +290,10 @@ class GserverManager:
     flush_request_timeout: int
     max_concurrent_rollouts: int
     worker_info: WorkerInformation | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model_name, str):
+            self.model_name = ModelName(self.model_name)
 
 
 @dataclass
@@ -313,6 +318,8 @@ class RolloutWorker:
 
     def __post_init__(self) -> None:
         self.datasets = _as_datasets(self.datasets)
+        if isinstance(self.model_name, str):
+            self.model_name = ModelName(self.model_name)
 
 
 @dataclass

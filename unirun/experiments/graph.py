@@ -128,11 +128,15 @@ def topology(
 
 
 class ModelShardID(Value):
-    """The part of a model that one worker has."""
+    """The part of a model that one worker has. ``"actor"`` as its model is ``ModelName("actor")``."""
 
     model_name: ModelName
     topo: ProcessTopology
     parallelism_rank: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model_name, str):
+            force_setattr(self, "model_name", ModelName(self.model_name))
 
     @property
     def place(self) -> dict[str, int]:

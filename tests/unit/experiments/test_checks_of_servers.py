@@ -77,6 +77,11 @@ def test_a_server_a_manager_and_a_worker_are_right() -> None:
     assert [*faults_of(with_servers())] == []
 
 
+def test_a_text_is_the_name_of_the_first_replica() -> None:
+    config = with_servers(managers=[manager(model_name="actor")], rollouts=[rollout(model_name="actor")])
+    assert [*faults_of(config)] == []
+
+
 def test_more_parts_of_a_step_than_groups_and_held_out_data_that_nothing_scores() -> None:
     config = with_servers()
     policy = ModelInterfaceAbstraction("decoupled_grpo", {"minibatches": 5})

@@ -118,6 +118,10 @@ class TestShards:
         with pytest.raises(UsageError, match="there is no rank 12 in pipe 2 × data 2 × tensor 3; it has 12"):
             ModelShardID.from_parallelism_rank(ModelName("actor"), topo, 12)
 
+    def test_a_text_is_the_name_of_the_first_replica(self) -> None:
+        shard: Any = ModelShardID
+        assert shard("actor", topology(), 0).model_name == ModelName("actor", 0)
+
     def test_names_are_written_as_role_and_replica(self) -> None:
         shard = ModelShardID(ModelName("actor", 1), topology(pipe=2), 1)
         assert str(ModelName("actor")) == "actor@0"
