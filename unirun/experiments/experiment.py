@@ -174,7 +174,9 @@ def import_modules(modules: Sequence[str], folder: str = "") -> None:
     if folder and str(top) not in sys.path:
         sys.path.insert(0, str(top))
     files = sorted((top / "experiments").glob("*.py")) if not modules else ()
-    for name in (*modules, *(str(path) for path in files if path.stem != "__init__")):
+    # Hidden ones are no modules: editors and systems make them beside a file.
+    shown = (path for path in files if path.name != "__init__.py" and not path.name.startswith("."))
+    for name in (*modules, *map(str, shown)):
         if name.endswith(".py") or "/" in name:
             _import_file(name, top)
         else:

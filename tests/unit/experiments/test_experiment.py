@@ -284,6 +284,16 @@ class TestModules:
         import_modules((), str(tmp_path))
         assert {"tests-one", "tests-two"} <= {*EXPERIMENTS.names()}
 
+    def test_hidden_files_of_the_package_are_no_modules(self, tmp_path: Path) -> None:
+        package = tmp_path / "experiments"
+        package.mkdir()
+        (package / "seen.py").write_text(REGISTERS.format("tests-seen"))
+        # Those of an editor in which the file is open, and of a system that keeps attributes so.
+        (package / ".#seen.py").symlink_to("someone@somewhere.17")
+        (package / "._seen.py").write_bytes(b"\0\5\26\7")
+        import_modules((), str(tmp_path))
+        assert "tests-seen" in EXPERIMENTS
+
     def test_without_names_and_without_the_package_there_is_nothing_to_import(self, tmp_path: Path) -> None:
         before = EXPERIMENTS.names()
         import_modules((), str(tmp_path))
