@@ -219,6 +219,8 @@ class Buffer:
                 if about.id not in gone:
                     self._files[name] += 1
                     self._arrived(about, place)
+        self.earlier = frozenset({*self._found, *self._released})
+        """The trajectories that processes before have accepted, as far as their files are there."""
         self._out: Any = None
         self._remove_files()
 
@@ -452,6 +454,9 @@ class Intake:
             sample: SequenceSample = item.value
             if sample.ids and sample.ids[0] in self._buffer:
                 # It was written, and the producer had not heard of it.
+                if sample.ids[0] in self._buffer.earlier:
+                    # The master has counted it (`Queue.keep`, `Queue.advance`), so it does not count as an item, too.
+                    self._source.drop(item)
                 continue
             if self._accepts(sample):
                 new[header_of(sample, version_of(item)).id] = sample, version_of(item)

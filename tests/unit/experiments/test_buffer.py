@@ -14,6 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.weights.job import Job
+from tests.unit.weights.queues.test_ends import FIRST, begun
+from tests.unit.weights.queues.test_histories import End
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import CheckpointDamaged, QueueTimeout, UsageError
 from unirun.experiments import buffer
@@ -254,6 +257,33 @@ def test_what_has_come_together_is_written_together(tmp_path: Path, monkeypatch:
     assert len(written) == 1
     assert (intake.accepted, intake.rejected, source.dropped, source.used) == (2, 1, ["1"], 1)
     assert [meta.ids[0] for _, meta in Buffer(tmp_path).since(0)[1]] == ["c", "a", "b"]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_one_that_comes_again_counts_once_for_the_gate(tmp_path: Path, restarted: bool) -> None:
+    """It is on disk, and its producer has not heard of it: the connection has ended, or the process that has it."""
+    job = Job(rollout=1, actor=1)
+    try:
+        rollout, actor = (End(job.starts(role, 0, "a")) for role in ("rollout", "actor"))
+        made = Buffer(tmp_path)
+        intake = Intake(made, actor.queue, lambda each: True)
+        rollout.queue.put(sample("a"), version=0)
+        intake.take()
+        rollout.queue.put(sample("b"), version=0)
+        made.add([(item.value, 0) for item in actor.queue.get_some(2, timeout=0.1)])
+        if restarted:
+            job.dies(actor.worker)
+            made, actor = Buffer(tmp_path), End(job.starts("actor", 0, "a"))
+            actor.queue.keep(len(made))
+            intake = Intake(made, actor.queue, lambda each: True)
+        else:
+            job.breaks(actor.worker, rollout.worker)
+            actor.queue.done()
+        intake.take()
+        assert [meta.ids[0] for _, meta in made.since(0)[1]] == ["a", "b"]
+        assert begun(rollout) == FIRST - 2
+    finally:
+        job.close()
 
 
 def test_the_time_without_a_trajectory_is_counted_whether_one_comes_or_not(
