@@ -70,7 +70,14 @@ class WorkerProfile:
                 self._recorder = recorder
         except Exception as error:  # noqa: BLE001 - torch raises what it likes, and the rank goes on
             self._problem = f"torch's profiler: {error}"
-        threading.Thread(target=self._run, name=PROFILE_THREAD, daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name=PROFILE_THREAD, daemon=True).start()
+        except RuntimeError as error:
+            # No more threads can be started, and the rank goes on.
+            self._sampled.set()
+            self.end()
+            self._problem = f"there is no thread for it: {error}"
+            self._write(Counter())
 
     def end(self) -> None:
         """End torch's profiler, in the thread that has started it, if it is time to."""
@@ -83,7 +90,6 @@ class WorkerProfile:
         self._ended.set()
 
     def _run(self) -> None:
-        global _profile
         counts = sampled(self._seconds)
         self._sampled.set()
         if self._recorder is not None:
@@ -92,6 +98,11 @@ class WorkerProfile:
                 signal.pthread_kill(main, self._signum)
             if not self._ended.wait(END_TIMEOUT):
                 self._problem = f"its main thread was in native code for {END_TIMEOUT:g} s after the profile"
+        self._write(counts)
+
+    def _write(self, counts: Counter[str]) -> None:
+        """Write the result, after which the next profile may begin."""
+        global _profile
         # A full disk, or a worker that ends, costs the profile and nothing else.
         with contextlib.suppress(OSError):
             self._write_trace()

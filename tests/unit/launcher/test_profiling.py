@@ -127,6 +127,24 @@ def test_a_full_disk_costs_a_profile_and_nothing_else(
     eventually(lambda: profiler._profile is None, "the next one may begin")
 
 
+def test_a_rank_that_can_start_no_thread_goes_on_and_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(thread: threading.Thread) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", fail)
+        ask(folder, 0.05)
+        assert (profiler._profile, torch._C._autograd._profiler_enabled()) == (None, False)
+    written = json.loads((folder / PROFILE).read_text())
+    assert written == {"stacks": {}, "without_trace": "there is no thread for it: can't start new thread"}
+    (folder / PROFILE).unlink()
+    ask(folder, 0.05)
+    eventually(lambda: (folder / PROFILE).exists(), "the next one is written")
+    eventually(lambda: profiler._profile is None, "the next one may begin")
+
+
 def test_a_trace_that_torch_does_not_write_costs_no_stacks_and_no_later_profile(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
