@@ -126,6 +126,7 @@ class Generator:
     def pause(self, mode: PauseMode, *, clear_cache: bool) -> Future[None]:
         """Stop between two steps. Sequences end now (``abort``), are waited for (``wait``), or go on after the pause
         (``keep``): from keys and values that are computed anew with `clear_cache`, and else from those that they have.
+        Those that another pause has kept are waited for, too.
 
         The one who waits for sequences gets `UsageError` when another pause or `resume` comes before they have ended.
         """
@@ -136,6 +137,8 @@ class Generator:
                 return
             if mode == "keep":
                 self._end_waits()
+            if mode == "wait" and self._pause == "keep":
+                self._continue()
             self._pause = mode
             if mode == "abort":
                 self._abort()
@@ -156,6 +159,10 @@ class Generator:
     def _resume(self) -> None:
         self._end_waits()
         self._pause = None
+        self._continue()
+
+    def _continue(self) -> None:
+        """Give the sequences that were held their slots."""
         held, self._held = self._held, []
         for sequence in held:
             self._slots.add(sequence)

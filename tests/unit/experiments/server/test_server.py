@@ -178,6 +178,16 @@ def test_a_pause_aborts_waits_for_or_keeps_what_runs(server: Server) -> None:
     assert result(end) == "length"
 
 
+@pytest.mark.parametrize("clear_cache", [False, True])
+def test_what_one_pause_has_kept_is_waited_for_by_the_next_one(server: Server, clear_cache: bool) -> None:
+    kept = sequence(50)
+    end = server.generator.generate(kept)
+    eventually(lambda: kept.tokens, "a token is made")
+    result(server.generator.pause("keep", clear_cache=clear_cache))
+    result(server.generator.pause("wait", clear_cache=True))
+    assert (end.done(), len(kept.tokens)) == (True, 50)
+
+
 def test_who_waits_for_what_runs_is_told_when_the_pause_does_not_come_to_its_end(server: Server) -> None:
     end = server.generator.generate(sequence())
     for act in (server.generator.resume, lambda: server.generator.pause("keep", clear_cache=False)):
