@@ -35,6 +35,7 @@ MAX_BODY_BYTES = 64 << 20
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(gt=0.0, le=1.0)]
+StopString = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class Sampling(Value):
@@ -47,10 +48,15 @@ class Sampling(Value):
     top_p: Share = 1.0
     top_k: Annotated[int, msgspec.Meta(ge=-1)] = 0
     seed: int | None = None
-    stop: str | tuple[str, ...] = ()
+    stop: StopString | tuple[StopString, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: Natural | bool | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True if an answer has the log-probability of each token."""
+        return self.logprobs is not None and self.logprobs is not False
 
 
 class _Generate(Value, forbid_unknown_fields=False):
@@ -197,7 +203,7 @@ class Routes:
         for index, (output, reason) in enumerate(outputs):
             choice: dict[str, Any] = {"index": index, "finish_reason": reason, "stop_reason": None}
             choice |= {"token_ids": output.tokens, "weight_versions": self._generator.spans(output)}
-            if request.sampling_params.logprobs is not None:
+            if request.sampling_params.wants_logprobs:
                 pairs = zip(output.tokens, output.logprobs, strict=True)
                 content = [{"token_id": token, "logprob": logprob} for token, logprob in pairs]
                 choice["logprobs"] = {"content": content}
@@ -217,7 +223,7 @@ class Routes:
             choice["weight_versions"] = self._generator.spans(output)
             if more.get("return_token_ids"):
                 choice["token_ids"] = output.tokens
-            if sampling.logprobs is not None and sampling.logprobs is not False:
+            if sampling.wants_logprobs:
                 choice["logprobs"] = {"token_logprobs": output.logprobs}
             choices.append(choice)
             outputs.append(output)
@@ -242,6 +248,11 @@ class Routes:
             choice["weight_versions"] = self._generator.spans(output)
             if more.get("return_token_ids"):
                 choice["token_ids"] = output.tokens
+            if sampling.wants_logprobs:
+                words = (self._tokenizer.decode([token]) for token in output.tokens)
+                pairs = zip(words, output.logprobs, strict=True)
+                content = [{"token": word, "logprob": logprob, "top_logprobs": []} for word, logprob in pairs]
+                choice["logprobs"] = {"content": content}
             choices.append(choice)
         return self._head("chat.completion", [prompt], choices, [output for output, _ in outputs])
 

@@ -387,6 +387,8 @@ def test_the_routes_of_text_make_what_that_of_tokens_does(server: Server) -> Non
             assert texts == [letters.decode(each, skip_special_tokens=True) for each in outputs]
             refused, error = await ask(path, {**body, "stream": True})
             assert (refused, error["error"]["message"]) == (400, "stream: the server does not stream")
+            status, found = await ask(path, {**body, "logprobs": False})
+            assert (status, [each.get("logprobs") for each in found["choices"]]) == (200, [None] * len(texts))
             return texts
 
         expected = {prompt: await made(prompt) for prompt in ("ab", "cde", "abcx")}
@@ -399,8 +401,13 @@ def test_the_routes_of_text_make_what_that_of_tokens_does(server: Server) -> Non
         for name in ("max_tokens", "max_completion_tokens"):
             body = {"messages": messages, "temperature": 0.0, name: 30}
             await shown("/v1/chat/completions", body, ["abcx"])
-        _, found = await ask("/v1/chat/completions", {"messages": messages, "temperature": 0.0})
+        _, found = await ask(
+            "/v1/chat/completions", {"messages": messages, "temperature": 0.0, "logprobs": True}
+        )
         assert found["usage"]["total_tokens"] == 64
+        content = found["choices"][0]["logprobs"]["content"]
+        assert "".join(each["token"] for each in content).startswith(letters.decode(expected["abcx"]))
+        assert all(each["logprob"] <= 0.0 for each in content)
         assert {len(each) for each in both} != {30}, "some of the tokens are special"
 
     asked(server, story)
@@ -477,6 +484,8 @@ def test_who_asks_at_the_end_or_after_it_does_not_wait_for_it(
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"beam": 2}}, "beam"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": 800}}, "800"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"stop": "x"}}, "no tokenizer"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"stop": ""}}, "length >= 1"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"stop": [""]}}, "length >= 1"),
         ("/v1/completions", {"prompt": "text"}, "no tokenizer"),
         ("/v1/chat/completions", {"messages": [1]}, "no tokenizer"),
         ("/pause?mode=later", {}, "mode=later"),
