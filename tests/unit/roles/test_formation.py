@@ -293,6 +293,62 @@ def test_an_answer_of_the_store_has_the_time_of_the_group_and_not_that_of_a_conn
     assert store.underlying_store.timeout == timedelta(seconds=77)
 
 
+def test_a_process_has_its_rank_of_a_group_across_roles_beside_the_one_of_its_role(
+    alone: tuple[Worker, Formation],
+) -> None:
+    """torch looks up the rank in the role's group among the global ranks of the other group."""
+    worker, formation = alone
+    worker.role_has(0)
+    formation.enter(worker.setup)
+    group: Any = object()
+    ranks = distributed.distributed_c10d._world.pg_group_ranks
+    ranks[group] = unirun.roles.formation._OwnRanks(2, 4)
+    try:
+        assert dist.get_rank(group) == 2
+        assert [distributed.get_group_rank(group, rank) for rank in range(4)] == [0, 1, 2, 3]
+        assert [distributed.get_global_rank(group, rank) for rank in range(4)] == [0, 1, 2, 3]
+        assert dist.get_rank() == 0
+    finally:
+        del ranks[group]
+
+
+class TestBeingKeptAway:
+    """A call that was given up keeps the main thread, while the others form a generation."""
+
+    @pytest.fixture
+    def waits(self, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+        """What the waits until the thread idles say; the last one has looked whether that counts."""
+        said: list[str | None] = []
+
+        def wait(relevant: Callable[[], bool], counts: Callable[[], bool]) -> str | None:
+            assert relevant()
+            return said.pop(0) if counts() else None
+
+        monkeypatch.setattr(unirun.roles.formation, "wait_until_idle", wait)
+        return said
+
+    def test_a_thread_that_idles_then_is_reported_with_its_stack(
+        self, alone: tuple[Worker, Formation], waits: list[str | None]
+    ) -> None:
+        worker, formation = alone
+        worker.role_has(4)
+        waits.append("the stack")
+        assert formation.outdated
+        formation.kept_away(lambda: True)
+        why = "generation 4 could not be formed without it, and it waited for 30 s in a call that its caller has given up"
+        assert worker.has_told(Stuck) == Stuck(why, "the stack")
+
+    def test_it_is_watched_again_as_long_as_the_call_goes_on(
+        self, alone: tuple[Worker, Formation], waits: list[str | None]
+    ) -> None:
+        worker, formation = alone
+        worker.role_has(4)
+        waits.extend((None, None, "the stack"))
+        formation.kept_away(lambda: True)
+        worker.has_told(Stuck)
+        assert waits == []
+
+
 class TestForming:
     """Two ranks; rank 1 is a thread of this process, without a default group of its own."""
 

@@ -6,7 +6,10 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from queue import Queue
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -248,6 +251,16 @@ def test_the_process_at_the_other_end_of_the_link_is_the_agent() -> None:
             fields = dict(line.split(":", 1) for line in file.read().splitlines())
         os.close(handle)
     assert int(fields["Pid"]) == os.getpid()
+
+
+def test_an_answer_may_come_while_it_is_waited_for_and_others_get_theirs_meanwhile() -> None:
+    sent: Queue[MasterRequest] = Queue()
+    rank = Peers("actor", 0, {"actor": RoleInfo("actor", 1, 0)}, send=cast(Any, sent.put))
+    with ThreadPoolExecutor(2) as pool:
+        asked = {name: pool.submit(rank.ask, "save_state", name, timeout=WAIT_TIMEOUT) for name in ("a", "b")}
+        for request in [sent.get(timeout=WAIT_TIMEOUT) for _ in asked][::-1]:
+            rank.answered(MasterReply(WorkerId("actor", 0, 0), request.number, request.name))
+            assert asked[request.name].result(WAIT_TIMEOUT / 2) == request.name
 
 
 def test_an_answer_that_comes_too_late_is_not_kept() -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
 from tests.effort import seeds
+from unirun.errors import UsageError
 from unirun.roles import stopping
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.process_groups import dist
-from unirun.roles.stopping import AHEAD_SECONDS, LOST_TIMEOUT, Agreement, Stopping
+from unirun.roles.stopping import AHEAD_SECONDS, LOST_TIMEOUT, Agreement, Stopping, has_stopped
 from unirun.wire.messages import RoleView, View, WorkerView
 
 
@@ -129,6 +131,31 @@ class TestTheSignal:
         signal.raise_signal(signal.SIGTERM)
         assert (heard, stops.told) == ([signal.SIGTERM], True)
 
+    def test_a_rank_with_a_handler_of_its_own_ends_as_that_says(
+        self, monkeypatch: pytest.MonkeyPatch, peers: Peers
+    ) -> None:
+        monkeypatch.setattr("unirun.roles.stopping.threading.Timer", lambda *_: pytest.fail("it is to end"))
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        Stopping()
+        lost = WorkerView(1, 0, "lost", {})
+        peers.update(View((RoleView("actor", 2, 0, "", "restarting", (lost,)),)))
+
+    def test_a_process_knows_whether_it_has_stopped_itself(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A fork does not stop with the process that it is of."""
+        monkeypatch.setattr(stopping, "_stopping", {})
+        assert not has_stopped()
+        assert not stopping.should_stop(0)
+        assert not has_stopped()
+        signal.raise_signal(signal.SIGTERM)
+        assert stopping.should_stop(1)
+        assert has_stopped()
+        monkeypatch.setattr("unirun.roles.stopping.os.getpid", lambda: -1)
+        assert not has_stopped()
+
+    def test_another_thread_cannot_be_the_first_to_ask(self) -> None:
+        with ThreadPoolExecutor(1) as pool, pytest.raises(UsageError, match="call it in the main thread"):
+            pool.submit(Stopping).result()
+
     @pytest.mark.parametrize(
         ("role", "worker", "ends"),
         [("restarting", "lost", True), ("restarting", "running", False), ("running", "lost", False)],
@@ -192,5 +219,23 @@ def test_ranks_that_count_again_and_ask_twice_stop_at_one_step(
                 assert at <= number <= at + 2
                 return
         pytest.fail("they have not stopped")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_each_run_has_an_agreement_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that runs again in the same workers counts its steps anew."""
+    store, before = HashStore(), signal.getsignal(signal.SIGTERM)
+    peers = Peers("actor", 0, {"actor": RoleInfo("actor", 2, 0)}, send=lambda _: None)
+    monkeypatch.setattr(stopping, "init", lambda: SimpleNamespace(world_size=2, peers=peers))
+    monkeypatch.setattr(dist, "TCPStore", lambda *args, **kwargs: store)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    try:
+        first, other = Stopping(), Stopping()
+        first.told = True
+        assert first.should_stop(3, run=1)
+        assert other.should_stop(0, run=1)
+        assert not other.should_stop(0, run=2)
     finally:
         signal.signal(signal.SIGTERM, before)

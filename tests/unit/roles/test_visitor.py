@@ -192,6 +192,9 @@ class TestTheEnd:
         assert visitor.peers.wait_for(lambda: visitor.peers.find("worker", 0).over, WAIT_TIMEOUT)
         with pytest.raises(WorkerLost, match="has ended"):
             visitor.role_group("worker").anything()
+        # The stream is closed, since the master waits for that.
+        visitor._thread.join(WAIT_TIMEOUT)
+        assert not visitor._thread.is_alive()
 
     def test_a_job_that_has_ended_without_a_word_is_over(
         self, fake_job: FakeJob, visit: Callable[[], Visitor]
