@@ -71,6 +71,11 @@ class Stream:
         """The name of the peer's node, which its certificate proves; empty without TLS."""
         return node_of(self._writer.get_extra_info("ssl_object"))
 
+    @property
+    def ended(self) -> bool:
+        """True if the peer is gone, and nothing that it has said is left to be received."""
+        return not self._ready and (self._bytes.at_eof() or self._bytes.exception() is not None)
+
     async def receive(self) -> Message:
         """The next message. Raises `ConnectionLost` at the end of the stream, `FrameError` on garbage."""
         while not self._ready:

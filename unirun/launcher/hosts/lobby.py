@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -100,23 +101,33 @@ class Lobby:
         self.enter(first, stream)
 
     async def gather(self, least: int, timeout: float, last_call: float) -> None:
-        """Wait until all have come; or, once `least` are there, `last_call` seconds for the others.
+        """Wait until all have come; or, once `least` are there, `last_call` seconds for the others. One that has gone
+        has not come.
 
         Raises `RendezvousError` when fewer than `least` have come after `timeout` seconds.
         """
         loop = asyncio.get_running_loop()
-        end = loop.time() + timeout
-        while len(self._offers) < self._most:
-            if len(self._offers) >= least:
-                end = min(end, loop.time() + last_call)
+        latest = end = loop.time() + timeout
+        while True:
+            self._forget_gone()
+            if len(self._offers) == self._most:
+                return
+            enough = len(self._offers) >= least
+            end = min(end, loop.time() + last_call) if enough else latest
+            if loop.time() >= end:
+                if enough:
+                    return
+                raise self._missing(least, timeout)
             self._news.clear()
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout_at(end):
                     await self._news.wait()
-            except TimeoutError:
-                if len(self._offers) < least:
-                    raise self._missing(least, timeout) from None
-                return
+
+    def _forget_gone(self) -> None:
+        """Forget the nodes whose commands have ended. They may come again."""
+        for node in [node for node, stream in self._streams.items() if stream.ended]:
+            self._streams.pop(node).abort()
+            del self._offers[node]
 
     async def assign(
         self,
@@ -178,6 +189,7 @@ class Lobby:
     def _trouble(self, first: Message, peer: str) -> Dismissed | None:
         if not isinstance(first, Offer):
             return Dismissed(f"the job has not begun, and {type(first).__name__} comes too early")
+        self._forget_gone()
         refusal = false_name(first, peer)
         if refusal is None and first.rank in (each.rank for each in self._offers.values() if each.rank >= 0):
             refusal = Dismissed(f"node rank {first.rank} is taken", "give each node a --node-rank of its own")

@@ -61,6 +61,7 @@ class FakeNode(Stream):
     """The stream to a node that says what it offers, and answers when it is told its task."""
 
     peer = ""
+    ended = False
 
     def __init__(self, first: Message, answer: Answer) -> None:
         self.first, self.answer = first, answer

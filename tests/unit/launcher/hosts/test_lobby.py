@@ -48,8 +48,9 @@ async def full(*nodes: str) -> tuple[Lobby, list[Stream]]:
 
 
 async def visit(lobby: Lobby, first: Message) -> Stream:
-    """A node connects and says `first`."""
+    """A node connects and says `first`. It stays as long as the lobby has its stream."""
     here, there = await pair()
+    here.node = there  # type: ignore[attr-defined]
     task = asyncio.ensure_future(lobby.admit(here))
     there.send(first)
     there.task = task  # type: ignore[attr-defined]
@@ -89,6 +90,34 @@ class TestWhoIsLetIn:
             assert isinstance(answer, Dismissed)
             assert says in answer.problem
             assert names(lobby) == ["h0", "h1"]
+
+        run(play)
+
+    def test_a_node_that_has_gone_makes_room_for_another(self) -> None:
+        """Its command was ended, and is started again."""
+
+        async def play() -> None:
+            lobby = Lobby(2, offer("h0", 0))
+            first = await visit(lobby, offer("h1", 1))
+            await asyncio.sleep(0.01)
+            assert names(lobby) == ["h0", "h1"]
+            await first.close()
+            await asyncio.sleep(0.01)
+            second = await visit(lobby, offer("h1", 1))
+            await lobby.gather(2, 5.0, 5.0)
+            assert names(lobby) == ["h0", "h1"]
+            await lobby.part(Ready())
+            assert await second.receive() == Ready()
+
+        run(play)
+
+    def test_a_node_that_has_gone_has_not_come(self) -> None:
+        async def play() -> None:
+            lobby = Lobby(2, offer("h0", 0))
+            await (await visit(lobby, offer("h1", 1))).close()
+            await asyncio.sleep(0.01)
+            with pytest.raises(RendezvousError, match="1 of 2 nodes have come .* missing: node rank 1"):
+                await lobby.gather(2, 0.1, 5.0)
 
         run(play)
 
