@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Self
 
-from unirun.errors import RendezvousError, UnirunError
+from unirun.errors import FrameError, RendezvousError, UnirunError
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts.feed import MARK
 from unirun.wire.aio import Stream
@@ -101,6 +101,9 @@ class RemoteNode:
         """The next message, which must be a `kind`. Raises `RendezvousError` with the reason when there is none."""
         try:
             word = await self.stream.receive()
+        except FrameError as error:
+            remedy = f"is the same unirun installed there, in the environment of {sys.executable}?"
+            raise RendezvousError(f"it says what cannot be understood: {error}", remedy) from error
         except UnirunError as error:
             raise await self.failure() from error
         return expected(word, kind)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import signal
 import socket
 import sys
 import time
@@ -302,9 +301,6 @@ def missing(names: Iterable[str]) -> tuple[tuple[str, str], ...]:
 
 # The process that is started over ssh.
 
-LOST_GO = 128 + signal.SIGHUP
-"""The exit code when the command is gone before the job has started."""
-
 
 def main() -> int:
     """Take part in the job that stdin tells of. Returns the exit code."""
@@ -320,9 +316,8 @@ def main() -> int:
                 feed(_invited(first, stream), stream, {})
             case _:
                 raise RendezvousError(f"the command said {type(first).__name__} at first")
-    except WireError:
-        return LOST_GO
     except UnirunError as error:
+        # The command may be gone.
         with suppress(WireError):
             stream.send(Dismissed(error.problem, error.remedy))
         return error.exit_code

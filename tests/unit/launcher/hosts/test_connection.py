@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,8 @@ from unirun.launcher.hostlist import Host, parse_hosts
 from unirun.launcher.hosts import connection
 from unirun.launcher.hosts.connection import KEPT, RemoteNode, explain, for_any_shell, on_host
 from unirun.launcher.hosts.feed import MARK
+from unirun.wire.frames import encode_frame
+from unirun.wire.messages import Ready
 
 SAID = [
     (255, "root@h1: Permission denied (publickey,password).", "ssh-copy-id root@h1"),
@@ -88,6 +91,25 @@ def test_a_process_of_ssh_that_does_not_end_is_killed(monkeypatch: pytest.Monkey
         return remote._process.returncode
 
     assert asyncio.run(close()) == -signal.SIGKILL
+
+
+@pytest.mark.starts_processes
+def test_a_process_of_another_version_of_unirun_is_not_said_to_have_ended() -> None:
+    frame = encode_frame({"type": "OfALaterVersion"})
+    code = f"import os, sys; os.write(1, {MARK + frame!r}); sys.stdin.read()"
+
+    async def hear() -> str:
+        remote = await RemoteNode.start(HOST, [sys.executable, "-S", "-c", code])
+        async with asyncio.timeout(WAIT_TIMEOUT):
+            await remote.ready()
+            with pytest.raises(RendezvousError) as caught:
+                await remote.hear(Ready)
+            await remote.close()
+        return str(caught.value)
+
+    assert re.match(
+        "it says what cannot be understood: .*OfALaterVersion.*the same unirun", asyncio.run(hear())
+    )
 
 
 def test_ssh_never_asks_and_gets_the_target_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:

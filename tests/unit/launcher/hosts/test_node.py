@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import WAIT_TIMEOUT
 from unirun.launcher.hosts import node
 from unirun.launcher.hosts.node import missing, needs
 from unirun.spec.job import Entry, JobSpec, RoleSpec
-from unirun.wire.messages import AgentTask, EtcdMember, Invite
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.frames import encode_frame
+from unirun.wire.messages import AgentTask, Dismissed, EtcdMember, Invite
 
 
 def job(*roles: RoleSpec, **keys: Any) -> JobSpec:
@@ -105,3 +108,16 @@ def test_a_certificate_names_the_addresses_of_its_own_node() -> None:
     task = AgentTask(job(program("sleep")), "h2", ("h1",), etcd=members)
     assert set(node.certified(task, "10.1.1.1")) == {"10.1.1.1", "10.0.0.1"}
     assert node.certified(task, "10.0.0.1") == ("10.0.0.1",)
+
+
+def test_a_node_that_does_not_understand_the_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command is of another version of unirun, for example."""
+    here, there = socket.socketpair()
+    monkeypatch.setattr(node, "over_stdio", lambda: BlockingStream(here))
+    monkeypatch.setattr(node, "ignore_signals", lambda: None)
+    with here, BlockingStream(there) as command:
+        there.sendall(encode_frame({"type": "OfALaterVersion"}))
+        assert node.main() != 0
+        answer = command.receive(WAIT_TIMEOUT)
+    assert isinstance(answer, Dismissed)
+    assert "OfALaterVersion" in answer.problem
