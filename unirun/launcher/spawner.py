@@ -234,7 +234,15 @@ class Spawner:
             return None
         if pid == 0:
             return partial(child.run_store, role, generation, request.fd)
-        store = _Store(role, generation, pid, os.pidfd_open(pid))
+        try:
+            handle = os.pidfd_open(pid)
+        except OSError as error:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            reason = f"no process can be watched: {error.strerror}"
+            self._stream.send(StoreEnded(role, generation, time.time(), reason))
+            return None
+        store = _Store(role, generation, pid, handle)
         self._stores[role] = store
         self._selector.register(store.handle, selectors.EVENT_READ, store)
         self._stream.send(StoreOpened(role, generation))

@@ -314,6 +314,29 @@ def test_a_spawners_new_store_replaces_the_old_one_and_its_end_is_reported(
     assert (end.role, end.generation, end.reason) == ("actor", 5, "its process was killed")
 
 
+@pytest.mark.starts_processes
+def test_a_spawner_without_descriptors_opens_no_store_and_goes_on(
+    start: Callable[..., Spawner], port: int
+) -> None:
+    spawner = start(pass_fds=(port,))
+    spawner.next(SpawnerReady)
+    # It serves once it has answered.
+    spawner.send(OpenStore("other", 1, port))
+    spawner.next(StoreOpened)
+    others = spawner.children()
+    pid = spawner.process.pid
+    (_, most), free = resource.prlimit(pid, resource.RLIMIT_NOFILE), max(files_of(pid)) + 1
+    holes = {*range(free)} - {*map(int, os.listdir(f"/proc/{pid}/fd"))}
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE, (min({free, *holes}), most))
+    spawner.send(OpenStore("actor", 3, port))
+    end = spawner.next(StoreEnded)
+    assert (end.generation, end.reason) == (3, "no process can be watched: Too many open files")
+    assert spawner.children() == others
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    spawner.send(OpenStore("actor", 4, port))
+    assert spawner.next(StoreOpened) == StoreOpened("actor", 4)
+
+
 def files_of(pid: int) -> dict[int, str]:
     """The files behind the descriptors of a process, without its standard streams."""
     found = {}
