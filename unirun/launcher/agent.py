@@ -697,7 +697,9 @@ class Agent:
             if worker.spawner in self._spawners:
                 # It has to report the end of the worker.
                 self._wake(worker.spawner)
-            self._apply(events.LinkClosed(worker.id))
+            if self._links[worker.id] == {link}:
+                # A fork of the worker has a link of its own.
+                self._apply(events.LinkClosed(worker.id))
         finally:
             self._links[worker.id].discard(link)
             if not self._links[worker.id]:

@@ -35,6 +35,7 @@ from unirun.failover.draft import addresses_of
 from unirun.launcher import agent as agent_module
 from unirun.launcher import notes
 from unirun.launcher.agent import Agent, EarlySpawners
+from unirun.launcher.core import UNLINKED_TIMEOUT
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import Launch, Order, Worker
 from unirun.launcher.notes import PERHAPS, Kills
@@ -55,6 +56,7 @@ from unirun.wire.reports import (
     FromWorker,
     Message,
     Metrics,
+    Notice,
     Reaped,
     Spawn,
     SpawnerReady,
@@ -382,6 +384,21 @@ class AgentIo(RuleBasedStateMachine):
             if not links:
                 del self.links[number]
             self.loop.passes()
+
+    @precondition(lambda self: self.master is not None)
+    @rule(rank=RANKS)
+    def one_of_several_links_ends(self, rank: int) -> None:
+        """That of a fork of the worker, for example. The worker has not closed its own."""
+        assert self.master is not None
+        self.a_worker_opens_links(rank, 2)
+        number = self._alive(rank)
+        assert number is not None
+        self.loop.passes(2 * UNLINKED_TIMEOUT)
+        self._hear()
+        self.links[number].pop().stream.abort()
+        self.loop.passes(2 * UNLINKED_TIMEOUT)
+        who = str(self.workers[number].who)
+        assert not [each for each in self.master.take() if isinstance(each, Notice) and each.source == who]
 
     @rule(rank=RANKS, which=st.integers(0, 3))
     def a_worker_reports(self, rank: int, which: int) -> None:
