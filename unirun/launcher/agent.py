@@ -178,7 +178,7 @@ def _sink(handle: int, prefix: bytes, words: tuple[bytes, ...]) -> Callable[[byt
 
 
 def start_spawner(want: Borrow) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Start a spawner that is a child of this process. Returns the stream to it, and the process."""
+    """Start a spawner that is a child of this process. Returns the stream to it, and the process. Raises OSError."""
     ours, theirs = socket.socketpair()
     about = map(str, (theirs.fileno(), os.getpid(), want.descriptors, ",".join(map(str, want.inherited))))
     command = [sys.executable, "-u", BOOT, "spawner", *about, *want.modules]
@@ -581,7 +581,12 @@ class Agent:
             self._start_cold(key, want)
 
     def _start_cold(self, key: SpawnerKey, want: Borrow) -> None:
-        self._follow_child(key, *start_spawner(want))
+        try:
+            self._follow_child(key, *start_spawner(want))
+        except OSError as error:
+            # The next order tries again.
+            down = events.SpawnerDown(key, f"no spawner can be started: {error.strerror}", time.time())
+            asyncio.get_running_loop().call_soon(self._apply, down)
 
     def _follow_child(
         self, key: SpawnerKey, stream: socket.socket, child: subprocess.Popen[bytes] | ForkedSpawner

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import pytest
 from hypothesis import settings
@@ -172,6 +172,10 @@ class FullDisk(JobDir):
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         super().write_json(name, value)
+
+
+def out_of_processes(_: Borrow) -> NoReturn:
+    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
 class AgentIo(RuleBasedStateMachine):
@@ -336,6 +340,24 @@ class AgentIo(RuleBasedStateMachine):
         assert set(self.killed) == killed, "workers outlive their spawner"
         self.a_worker_is_launched(0, probed=False, forked=False)
         assert self.spawner is not None, "no other spawner was started"
+
+    @rule()
+    def no_spawner_can_be_started_for_a_while(self) -> None:
+        """There are too many processes, for example. The worker has not started, and the next one does."""
+        assert self.spawner is not None
+        self._lets_go()
+        self.workers, self.pids = {}, {}
+        self.spawner.stream.abort()
+        self.loop.passes()
+        self.spawner, self.killed = None, Counter()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FakeSpawners, "take", lambda *_: None)
+            patch.setattr(agent_module, "start_spawner", out_of_processes)
+            self.a_worker_is_launched(0, probed=False, forked=False)
+        assert not self.agent._state.leaving
+        assert [each.exit.code for each in self.agent._state.ended.values() if each.exit][-1] == 1
+        self.workers = {}
+        self.a_worker_is_launched(0, probed=False, forked=False)
 
     def _lets_go(self) -> None:
         """The guard of a borrowed spawner tells its exit code."""
