@@ -99,6 +99,8 @@ class Visitor:
                         self._take(hear(self._stream, self._job, self._epoch, None))
             except (WireError, RendezvousError):
                 self._go_on()
+        # It may have been let in by the next master when it left.
+        self._stream.close()
 
     def _take(self, message: Message) -> None:
         if isinstance(message, View):

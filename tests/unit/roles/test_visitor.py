@@ -222,3 +222,25 @@ class TestTheEnd:
         visitor = visit()
         master.die()
         visitor.close()
+
+    def test_who_leaves_while_it_is_let_in_by_the_next_one_keeps_no_stream_to_it(
+        self, fake_job: FakeJob, visit: Callable[[], Visitor]
+    ) -> None:
+        visited, let_in = threading.Event(), threading.Event()
+
+        def hesitate(stream: BlockingStream) -> None:
+            visited.set()
+            assert let_in.wait(WAIT_TIMEOUT)
+            greets(welcome())(stream)
+
+        master = fake_job.leader(script=greets(welcome()))
+        visitor = visit()
+        fake_job.leader("m1", deposing=1, script=hesitate)
+        master.die()
+        assert visited.wait(WAIT_TIMEOUT)
+        leaves = threading.Thread(target=visitor.close)
+        leaves.start()
+        eventually(lambda: visitor._closed, "it leaves")
+        let_in.set()
+        leaves.join(WAIT_TIMEOUT)
+        assert visitor._stream.socket.fileno() == -1
