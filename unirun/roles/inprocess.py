@@ -32,6 +32,7 @@ from unirun.roles.transport.protocol import (
 from unirun.roles.workload import BaseTrainer, BaseWorkload, MasterHandle, bind
 from unirun.values import WorkerId
 from unirun.wire.messages import RoleBrief, RoleView, View, Welcome, WorkerView
+from unirun.wire.reporting import report_error
 from unirun.wire.reports import Listening, Message, Serving
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def run_in_process(
         ends.callback(caller.close)
         for role, (kind, count) in workloads.items():
             for rank in range(count):
-                worker = _Worker(kind, settings, job.peers(role, rank))
+                worker = _Worker(kind, settings, job.peers(role, rank), partial(job.ended, role, rank))
                 ends.callback(worker.stop)
                 worker.start()
         groups = {role: role_group(caller, role, count) for role, (_, count) in workloads.items()}
@@ -210,13 +211,20 @@ class _Job:
         return View(tuple(self._views.values()))
 
     def _told(self, role: str, rank: int, message: Message) -> None:
-        if not isinstance(message, Serving | Listening):
-            return
+        if isinstance(message, Serving):
+            self._change(role, rank, message.addresses, "serving")
+        elif isinstance(message, Listening):
+            self._change(role, rank, message.addresses)
+
+    def ended(self, role: str, rank: int) -> None:
+        """A worker has ended before the job: nobody waits for its answers any more."""
+        self._change(role, rank, {}, "ended")
+
+    def _change(self, role: str, rank: int, addresses: Mapping[str, str], phase: str = "") -> None:
         with self._lock:
             view = self._views[role]
             worker = view.workers[rank]
-            phase = "serving" if isinstance(message, Serving) else worker.phase
-            news = replace(worker, phase=phase, addresses=worker.addresses | message.addresses)
+            news = replace(worker, phase=phase or worker.phase, addresses={**worker.addresses, **addresses})
             workers = (*view.workers[:rank], news, *view.workers[rank + 1 :])
             self._views[role] = replace(view, workers=workers)
             for peers in self._all:
@@ -226,7 +234,11 @@ class _Job:
 class _Worker:
     """A workload and the thread that serves it."""
 
-    def __init__(self, kind: type[BaseWorkload], config: DictConfig, peers: Peers) -> None:
+    def __init__(
+        self, kind: type[BaseWorkload], config: DictConfig, peers: Peers, ended: Callable[[], None]
+    ) -> None:
+        """`ended` is called when a method has ended the worker, as SystemExit does."""
+        self._ended = ended
         self._transport = InprocTransport()
         environ = {"LOCAL_RANK": str(peers.rank), "LOCAL_WORLD_SIZE": str(peers.size(peers.role))}
         self._context = Context(environ, peers, self._transport)
@@ -246,7 +258,11 @@ class _Worker:
 
     def _serve(self) -> None:
         with acting(self._context):
-            self._dispatcher.serve()
+            try:
+                self._dispatcher.serve()
+            except BaseException as error:  # noqa: BLE001 - there is no process that it could end
+                report_error(error)
+                self._ended()
 
     def stop(self) -> None:
         """Stop serving and run `teardown`. A call that still runs is not waited for."""

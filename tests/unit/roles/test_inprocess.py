@@ -87,6 +87,22 @@ def test_no_thread_is_left_that_could_outlive_the_interpreter(trainer: type[Base
     assert set(threading.enumerate()) <= before
 
 
+class Leaver(Adder):
+    def leave(self) -> None:
+        raise SystemExit(3)
+
+
+class Deserted(Sum):
+    def fit(self) -> Any:
+        with pytest.raises(unirun.WorkerLost, match="adder:1 was lost before it answered: it has ended"):
+            self.RG_ADDER[1].leave()
+        return self.RG_ADDER[0].add(self.x)
+
+
+def test_a_worker_that_a_method_has_ended_is_lost() -> None:
+    assert run_in_process(Deserted, {"adder": (Leaver, 2)}) == [1.0] * 3
+
+
 class Careless(Adder):
     def teardown(self) -> None:
         super().teardown()
