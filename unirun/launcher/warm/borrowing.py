@@ -193,11 +193,13 @@ def borrow(warm: Warm, want: Borrow) -> Borrowed | str:
         stream = BlockingStream(sock)
         stream.send(want)
         answer, handles, _, _ = socket.recv_fds(sock, 1, 1)
-        if answer == b"y":
+        if answer == b"y" and handles:
             sock.settimeout(None)
             return Borrowed(sock, handles[0], told)
-        reply = stream.receive(BORROW_TIMEOUT) if answer else None
+        reply = stream.receive(BORROW_TIMEOUT) if answer == b"n" else None
         why = reply.problem if isinstance(reply, Dismissed) else "it has ended meanwhile"
+        if answer == b"y":
+            why = "this process has too many open files"
     except (OSError, UnirunError) as error:
         why = f"it does not answer: {error}"
     finally:

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -277,6 +278,33 @@ class TestAJobThatBorrows:
         thread.start()
         assert borrow(warm, WANT) == f"the warm process {os.getpid()} declines: of the weather"
         thread.join()
+
+    def test_a_borrower_without_a_free_descriptor_starts_cold(
+        self, listener: tuple[Warm, socket.socket]
+    ) -> None:
+        warm, sock = listener
+        limits, ends = resource.getrlimit(resource.RLIMIT_NOFILE), list[bytes]()
+
+        def lend() -> None:
+            connection, handles, _ = accept(sock)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(handles), limits[1]))
+            socket.send_fds(connection, [b"y"], handles[:1])
+            connection.settimeout(10.0)
+            ends.append(connection.recv(1))
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            connection.close()
+            for handle in handles:
+                os.close(handle)
+
+        thread = threading.Thread(target=lend)
+        thread.start()
+        try:
+            told = borrow(warm, WANT)
+        finally:
+            thread.join(WAIT_TIMEOUT)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert told == f"the warm process {os.getpid()} declines: this process has too many open files"
+        assert ends == [b""], "the spawner that it lends sees that nobody has it"
 
     @pytest.mark.parametrize("after", ["accept", "request", "half an answer"])
     def test_a_borrower_starts_cold_when_the_warm_process_ends(
