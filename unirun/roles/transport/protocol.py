@@ -198,8 +198,10 @@ class Scheduler:
             if self._heap[0][2] is action:
                 self._news.notify()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                thread.start()
+                # Only now: if no thread can be started, the next action tries again.
+                self._thread = thread
 
     def close(self) -> None:
         """End the thread after the actions that are due. Later ones do not run."""

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from msgspec import to_builtins
 
-from unirun.errors import ChannelError, FrameError, UnirunError, WireError
+from unirun.errors import CallError, ChannelError, FrameError, UnirunError, WireError
 from unirun.roles.transport.frames import OPEN, REPLY, REQUEST, Frame, encode_header
 from unirun.roles.transport.protocol import CALLS, Connection, Handler, Inbox, Parcel, Wait
 from unirun.roles.transport.sockets import (
@@ -105,6 +105,9 @@ class SocketConnection:
                 self._loop.add(self)
             except ChannelError:
                 self.close()
+            except RuntimeError as error:
+                # No more threads can be started.
+                self._end(str(error))
         self._socket.flush()
 
     def call(
@@ -115,7 +118,11 @@ class SocketConnection:
         # A worker that is busy does not need this request at once, unless the caller waits for it.
         urgent = patience is not None or len(self._pending) < BUSY
         self._pending[tag] = done
-        self._socket.send(REQUEST, tag, parcel, urgent=urgent)
+        try:
+            self._socket.send(REQUEST, tag, parcel, urgent=urgent)
+        except CallError:
+            self._pending.pop(tag, None)
+            raise
         if patience is not None and self._poll is not None:
             return partial(self._wait, self._poll, tag, patience)
         self._poll_in_loop(True)
@@ -173,6 +180,10 @@ class SocketConnection:
                 done(parcel)
         except (OSError, EOFError, FrameError) as error:
             self._end(str(error))
+        except BaseException as error:
+            # What came may be lost: open calls are sent again.
+            self._end(repr(error))
+            raise
 
     def _open_stripes(self, stripes: Stripes, key: str, sends: bool) -> None:
         """Open a connection for stripes and use it, in this thread. Without it large buffers go on as before."""

@@ -194,8 +194,10 @@ class Loop(Poller):
         super().add(file)
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="unirun-socket", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name="unirun-socket", daemon=True)
+                thread.start()
+                # Only now: if no thread can be started, the next file tries again.
+                self._thread = thread
 
     def close(self) -> None:
         """End the thread and close the files."""
@@ -482,10 +484,7 @@ class FrameSocket:
                 self._stream(kind, tag, parcel, sizes)
                 return True
             else:
-                segment = self._share(buffers, sum(sizes))
-                self._write(
-                    (encode_header(kind, tag, len(head), sizes, segment.number), head), segment.handle
-                )
+                self._write_segment(kind, tag, head, sizes, self._share(buffers, sum(sizes)))
                 return True
             if urgent or len(self._held) >= BATCH:
                 self._write((frame,))
@@ -499,7 +498,16 @@ class FrameSocket:
         if not self._shares:
             raise CallError("shared memory goes over unix sockets only", "send buffers")
         segment = self._pool.lend(lent.handle, lent.size, lent.released)
-        self._write((encode_header(kind, tag, len(head), [lent.size], segment.number), head), lent.handle)
+        self._write_segment(kind, tag, head, [lent.size], segment)
+
+    def _write_segment(self, kind: int, tag: int, head: bytes, sizes: list[int], segment: Segment) -> None:
+        try:
+            self._write((encode_header(kind, tag, len(head), sizes, segment.number), head), segment.handle)
+        except OSError as error:
+            # Nothing of it was sent, so the peer does not release it.
+            self._pool.release(segment.number)
+            problem = f"shared memory of {sum(sizes)} bytes cannot be sent: {error.strerror}"
+            raise CallError(problem, "close files, or raise ulimit -n") from error
 
     def _share(self, buffers: Sequence[memoryview], size: int) -> Segment:
         try:

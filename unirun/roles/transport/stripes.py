@@ -225,7 +225,8 @@ class Stripes:
 
 
 def start(work: Callable[[], None]) -> bool:
-    """Run `work` for a connection in a thread. False if this process has as many of these as it may have."""
+    """Run `work` for a connection in a thread. False if this process has as many of these as it may have, or can start
+    no more threads."""
 
     def run() -> None:
         try:
@@ -233,10 +234,14 @@ def start(work: Callable[[], None]) -> bool:
         finally:
             _places.release()
 
-    found = _places.acquire(blocking=False)
-    if found:
+    if not _places.acquire(blocking=False):
+        return False
+    try:
         threading.Thread(target=run, name="unirun-stripe", daemon=True).start()
-    return found
+    except RuntimeError:
+        _places.release()
+        return False
+    return True
 
 
 def cut(buffers: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import select
 import socket
 import ssl
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 
 from tests.unit.wire.endpoints import credentials_in
 from tests.waiting import WAIT_TIMEOUT, eventually
-from unirun.errors import FrameError
+from unirun.errors import CallError, FrameError
 from unirun.roles.transport.frames import INLINE, REPLY, REQUEST
 from unirun.roles.transport.protocol import Lent, Parcel
 from unirun.roles.transport.sockets import BATCH, SEALS, FrameSocket, TlsFrameSocket
@@ -238,6 +239,28 @@ def test_a_frame_without_its_descriptor_is_refused(ends: tuple[End, End]) -> Non
     raw.send(encode_header(REQUEST, 1, 0, [1 << 20], 3))
     with pytest.raises(FrameError, match="a frame without the (descriptor|1048576 bytes)"):
         receive(*ends, 1)
+
+
+def test_a_frame_for_which_no_descriptor_is_free_cannot_be_sent_and_the_next_one_can() -> None:
+    """It waits for the connection to be open, and its segment needs a second descriptor until then."""
+    ours, theirs = socket.socketpair()
+    one, other = End(ours, opened=False), End(theirs)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, limits[1]))
+    try:
+        with pytest.raises(CallError, match="Too many open files"):
+            one.send(1, parcel(b"first", INLINE + 1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert one.send(2, parcel(b"second", INLINE + 1))
+    one.connection.open(ours)
+    one.connection.flush()
+    assert [tag for tag, _ in receive(one, other, 1)] == [2]
+    assert len(one.connection._pool._lent) == 1, "nobody has the first segment, so that nobody gives it back"
+    for end in (one, other):
+        end.connection.close()
 
 
 def test_buffers_that_are_kept_may_be_changed_before_they_are_sent(ends: tuple[End, End]) -> None:

@@ -80,6 +80,21 @@ def inbox(loop: Loop) -> RequestInbox:
     return inbox
 
 
+def test_the_loop_goes_on_after_a_moment_in_which_no_thread_could_be_started(loop: Loop) -> None:
+    inbox = RequestInbox(loop)
+    # So large a stack has no place.
+    before = threading.stack_size(1 << 47)
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            loop.add(inbox)
+    finally:
+        threading.stack_size(before)
+    loop.add(RequestInbox(loop))
+    connection = OrderConnection(inbox)
+    connection.say("x")
+    assert connection.readers.get(timeout=10.0).name == "unirun-socket"
+
+
 class TestARequestInbox:
     def test_the_thread_that_waits_in_an_inbox_reads(self, inbox: RequestInbox) -> None:
         connection, me = OrderConnection(inbox), threading.current_thread()

@@ -14,6 +14,9 @@ import pytest
 from tests.waiting import WAIT_TIMEOUT
 from unirun.roles.transport.protocol import Scheduler
 
+TOO_LARGE = 1 << 47
+"""Bytes of a stack with which no thread can be started."""
+
 
 @pytest.fixture
 def scheduler() -> Iterator[Scheduler]:
@@ -98,3 +101,15 @@ def test_actions_may_order_others(scheduler: Scheduler) -> None:
     done = threading.Event()
     scheduler.soon(lambda: scheduler.soon(lambda: scheduler.soon(done.set)))
     assert done.wait(WAIT_TIMEOUT)
+
+
+def test_it_goes_on_after_a_moment_in_which_no_thread_could_be_started(scheduler: Scheduler) -> None:
+    done: queue.SimpleQueue[str] = queue.SimpleQueue()
+    before = threading.stack_size(TOO_LARGE)
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            scheduler.soon(partial(done.put, "first"))
+    finally:
+        threading.stack_size(before)
+    scheduler.soon(partial(done.put, "second"))
+    assert [done.get(timeout=10.0) for _ in range(2)] == ["first", "second"]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import resource
 import select
 import socket
 import threading
@@ -13,11 +14,12 @@ import pytest
 
 from tests.unit.wire.endpoints import credentials_in
 from tests.waiting import WAIT_TIMEOUT, eventually
+from unirun.errors import CallError
 from unirun.roles.transport import socket_transport, stripes
-from unirun.roles.transport.frames import OPEN, encode_header
+from unirun.roles.transport.frames import INLINE, OPEN, encode_header
 from unirun.roles.transport.protocol import Parcel
 from unirun.roles.transport.socket_transport import SocketConnection, SocketTransport, _Served
-from unirun.roles.transport.sockets import FrameSocket, Loop, RequestInbox
+from unirun.roles.transport.sockets import File, FrameSocket, Loop, RequestInbox
 from unirun.roles.transport.stripes import Stripes
 from unirun.values import WorkerId
 from unirun.wire.address import Address, UnixAddress
@@ -132,6 +134,23 @@ def test_a_connection_that_is_closed_keeps_nothing_of_its_calls(
     assert gone() is None
 
 
+def test_a_request_that_cannot_be_sent_is_not_open(
+    connection: SocketConnection, replies: queue.SimpleQueue[Callable[[], None]]
+) -> None:
+    answered = threading.Event()
+    connection.call(Parcel(b"the handshake is over"), lambda parcel: answered.set())
+    replies.get(timeout=WAIT_TIMEOUT)()
+    assert answered.wait(WAIT_TIMEOUT)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(CallError, match="no shared memory"):
+            connection.call(Parcel(b"", (memoryview(bytes(INLINE + 1)),)), lambda parcel: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not connection._pending
+
+
 def test_a_listener_that_is_closed_ends_those_that_have_not_proved_the_token(tmp_path: Path) -> None:
     credentials = credentials_in(tmp_path / "worker", new_token(), "worker", tls=False)
     worker = SocketTransport(tmp_path / "calls", credentials)
@@ -193,3 +212,40 @@ def test_stripes_for_which_there_is_no_thread_end_their_connection(monkeypatch: 
     mine.close()
     inbox.close()
     loop.close()
+
+
+def test_a_connection_whose_answer_cannot_be_taken_breaks_so_that_its_calls_are_sent_again(
+    tmp_path: Path,
+) -> None:
+    """Otherwise the calls on it wait until their deadlines."""
+    credentials = credentials_in(tmp_path / "worker", new_token(), "worker", tls=False)
+    worker, loop = SocketTransport(tmp_path / "calls", credentials), Loop()
+    path = worker.serve(WorkerId("desk", 0, 0), lambda parcel, reply: reply(parcel))
+    broken: queue.SimpleQueue[str] = queue.SimpleQueue()
+    connection = SocketConnection(UnixAddress.here(path), credentials, loop, broken.put)
+
+    def fail(parcel: Parcel) -> None:
+        raise MemoryError("no room")
+
+    connection.call(Parcel(b"x"), fail)
+    assert "no room" in broken.get(timeout=WAIT_TIMEOUT)
+    loop.close()
+    worker.close()
+
+
+class Crowded(Loop):
+    """One for which there is no thread."""
+
+    def add(self, file: File) -> None:
+        raise RuntimeError("can't start new thread")
+
+
+def test_a_connection_that_finds_no_thread_to_read_it_breaks(tmp_path: Path) -> None:
+    credentials = credentials_in(tmp_path / "worker", new_token(), "worker", tls=False)
+    worker, loop = SocketTransport(tmp_path / "calls", credentials), Crowded()
+    path = worker.serve(WorkerId("desk", 0, 0), lambda parcel, reply: reply(parcel))
+    broken: queue.SimpleQueue[str] = queue.SimpleQueue()
+    SocketConnection(UnixAddress.here(path), credentials, loop, broken.put)
+    assert broken.get(timeout=10.0) == "can't start new thread"
+    loop.close()
+    worker.close()

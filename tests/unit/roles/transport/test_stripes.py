@@ -166,3 +166,18 @@ def test_a_process_has_a_limited_number_of_threads_for_stripes(monkeypatch: pyte
     assert [stripes.start(wait) for _ in range(3)] == [True, True, False]
     gate.set()
     eventually(lambda: stripes.start(wait), "an ended thread makes room")
+
+
+def test_stripes_for_which_no_thread_can_be_started_leave_their_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stripes, "_places", threading.BoundedSemaphore(1))
+    # So large a stack has no place.
+    before = threading.stack_size(1 << 47)
+    try:
+        assert not stripes.start(lambda: None)
+    finally:
+        threading.stack_size(before)
+    done = threading.Event()
+    assert stripes.start(done.set)
+    assert done.wait(WAIT_TIMEOUT)
