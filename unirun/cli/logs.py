@@ -38,6 +38,7 @@ def main(options: Any) -> int:
             raise UsageError(
                 "--attempt: a run that has ended has no more output to follow", "leave out --follow"
             )
+        _refuse_unknown(job, who)
         _follow(job, who, names, options.lines)
         return 0
     files = list(_files(job, who, names, every=options.all, attempt=options.attempt))
@@ -157,6 +158,16 @@ def _incarnations(folders: Sequence[Path], latest: int) -> list[int]:
     return [
         number for number in sorted(int(each) for each in found if NUMBER.fullmatch(each)) if number <= latest
     ]
+
+
+def _refuse_unknown(job: JobDir, who: str | None) -> None:
+    """Raise `UsageError` for a rank that a role of the job does not have: its logs would be waited for to the end."""
+    name, _, rank = (who or "").partition(":")
+    for role in read_status(job).roles:
+        if rank and role.name == name and rank not in {str(worker.rank) for worker in role.workers}:
+            raise UsageError(
+                f"job {job.run_id} has no {who}", f"{name} has ranks 0 to {len(role.workers) - 1}"
+            )
 
 
 def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -> None:

@@ -279,6 +279,14 @@ class TestLogs:
         lines = capfd.readouterr().out.splitlines()
         assert sorted(lines) == [f"[actor:0] {each}" for each in ("3", "4", "last", "out 1")]
 
+    @pytest.mark.parametrize("rank", ["1", "00", "x", "0-1"])
+    def test_no_rank_is_followed_that_the_job_does_not_have(
+        self, rank: str, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        ended("train-1")
+        assert run_cli("logs", "-f", "train-1", f"actor:{rank}") == 2
+        assert f"job train-1 has no actor:{rank}; actor has ranks 0 to 0" in capfd.readouterr().err
+
     def test_logs_of_an_unknown_role_name_the_known_ones(self, capfd: pytest.CaptureFixture[str]) -> None:
         ended("train-1")
         assert run_cli("logs", "train-1", "aktor") == 2
