@@ -15,6 +15,7 @@ from unirun.launcher.hostlist import parse_hosts
 from unirun.launcher.hosts.byhand import run_member
 from unirun.launcher.interfaces import resolve
 from unirun.launcher.launch import join_here
+from unirun.observe.jobdir import JobDir
 from unirun.observe.status import ENDED, read_summary
 from unirun.rendezvous.election import job_prefix, leader_of
 from unirun.rendezvous.masters import call_master
@@ -41,7 +42,7 @@ DRAIN_ANSWER_TIMEOUT = 3.0
 def join(options: Any) -> int:
     """Add a node to a running job. Returns the exit code."""
     if options.token_file is None and options.rdzv_endpoint is None and options.hosts is None:
-        job = find_here(options.store, options.job, "agent join")
+        job = _job(options)
         if job.head is None and isinstance(_master(job.store_url, job.run_id), UnixAddress):
             node = join_here(job, node_name(options.node_name))
             say(f"{node} joined")
@@ -72,6 +73,14 @@ def join(options: Any) -> int:
     return run_member(invite, timeout=AGENT_JOIN_TIMEOUT, quiet=options.quiet)
 
 
+def _job(options: Any) -> JobDir:
+    """The running job that a node is to join. Raises `JobError`."""
+    job = find_here(options.store, options.job, "agent join")
+    if read_summary(job).phase in ENDED:
+        raise JobError(f"job {job.run_id} has ended", "no node can join it")
+    return job
+
+
 def _place(options: Any) -> tuple[TcpAddress, Token, bool]:
     """The address where masters of the job listen, its token, and whether it has no TLS."""
     if options.token_file is None:
@@ -80,7 +89,7 @@ def _place(options: Any) -> tuple[TcpAddress, Token, bool]:
                 "--rdzv-endpoint: the node has to prove the job's token",
                 "--token-file names a copy of the file token in the job's directory",
             )
-        job = find_here(options.store, options.job, "agent join")
+        job = _job(options)
         credentials = load_credentials(job.path)
         address = job.head or _leader(job.store_url, job.run_id)
         return address, credentials.token, credentials.insecure

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.cli.in_process import run_cli
+from tests.unit.dashboard.recorded import record
 from tests.unit.rendezvous.fake_master import FakeJob
 from unirun.cli import agent
 from unirun.cli.commands import call
@@ -53,6 +54,17 @@ def test_a_node_of_no_job_cannot_be_drained(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.delenv("UNIRUN_STORE", raising=False)
     with pytest.raises(JobError):
         call("agent", ["drain", "h2"])
+
+
+@pytest.mark.parametrize("options", [(), ("--hosts", "h1")])
+def test_no_node_joins_a_job_that_has_ended(
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
+    monkeypatch.delenv("UNIRUN_STORE", raising=False)
+    record("run-1")
+    with pytest.raises(JobError, match="job run-1 has ended; no node can join it"):
+        call("agent", ["join", "run-1", *options])
 
 
 ANSWERS = {
