@@ -208,7 +208,7 @@ def read_part(path: Path, *, before: int | None = None, after: int | None = None
 def search(path: Path, words: str, before: int | None = None) -> Found:
     """The lines with `words`, whatever their case, backwards from an offset or the end; at most `FOUND` of them, in at
     most `SEARCHED` bytes. Raises OSError."""
-    needle = words.lower().encode()
+    needle = words.lower()
     matches: list[Match] = []
     with open_ordinary(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -224,7 +224,7 @@ def search(path: Path, words: str, before: int | None = None) -> Found:
                 end, rest = start, data
                 continue
             for at, line in _backwards(data, first):
-                if needle in line.lower():
+                if needle in line.decode(errors="replace").lower():
                     matches.append(Match(start + at, line[:2000].decode(errors="replace")))
                     if len(matches) == FOUND:
                         return Found(tuple(matches), start + at)

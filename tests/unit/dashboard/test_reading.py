@@ -152,6 +152,13 @@ def test_of_a_log_of_a_gigabyte_only_the_end_is_read(tmp_path: Path) -> None:
     assert peak < 64 << 20
 
 
+@pytest.mark.parametrize("words", ["Übung", "übung", "ÜBUNG"])
+def test_a_search_takes_no_notice_of_case_in_any_alphabet(tmp_path: Path, words: str) -> None:
+    path = tmp_path / "log"
+    path.write_bytes("die Übung\nÜBUNG\nubung\n".encode() + b"\xff \xc3\xbcbung\n")
+    assert [match.line for match in search(path, words).matches] == ["\ufffd übung", "ÜBUNG", "die Übung"]
+
+
 @given(
     st.lists(st.sampled_from(["needle", "hay", "", "a needle", "x" * 50]), max_size=60),
     st.integers(8, 64),
