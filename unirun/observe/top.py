@@ -239,7 +239,8 @@ def _row(role: RoleStatus, worker: WorkerStatus, meters: Meters) -> str:
 def _size(size: float) -> str:
     """``1.2G``"""
     for unit in ("", "K", "M", "G"):  # noqa: B007 - used below
-        if size < 1000:
+        # What rounds to 1000 is one of the next unit.
+        if size < 999.5:
             break
         size /= 1000
     else:

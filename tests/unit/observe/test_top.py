@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -73,6 +74,21 @@ def test_a_job_has_its_roles_with_staleness_and_queue_its_edges_and_its_decision
 def test_a_role_without_a_limit_in_practice_may_have_any_number_of_restarts() -> None:
     assert RoleStatus("worker", "running", 0, 2, 3, ()).used == "2 of 3"
     assert RoleStatus("worker", "running", 0, 2, 1_000_000, ()).used == "2 of any number"
+
+
+@pytest.mark.parametrize(
+    ("memory", "shown"), [(999, "999"), (999_499, "999K"), (999_600, "1M"), (999_600_000, "1G")]
+)
+def test_a_size_has_three_digits_and_the_unit_that_fits(memory: int, shown: str) -> None:
+    now = look(10.0)
+    (role, *_) = now.status.roles
+    role = replace(role, workers=(worker(0, memory=memory),))
+    (row,) = (
+        text
+        for text in texts(replace(now, status=replace(now.status, roles=(role,))))
+        if text.startswith("actor:0")
+    )
+    assert row.split()[4] == shown
 
 
 def test_rates_are_those_between_the_last_two_changes() -> None:
