@@ -212,7 +212,9 @@ def likely_cause(failure: Failure) -> LikelyCause:
     has seen, then the error that the worker has raised, then its exit."""
     if failure.fault:
         plain = _without_fault(failure)
-        return LikelyCause("injected", f"an injected fault: {plain.words}")
+        # The fault was sent by unirun.
+        words = "SIGKILL" if plain.kind == "killed" else plain.words
+        return LikelyCause("injected", f"an injected fault: {words}")
     return _without_fault(failure)
 
 

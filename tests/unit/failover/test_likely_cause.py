@@ -139,12 +139,19 @@ def test_every_class_is_documented() -> None:
     assert [kind for kind in get_args(CauseClass) if f"| `{kind}` |" not in page] == []
 
 
-def test_a_fault_that_was_injected_is_told_as_such_whatever_it_has_led_to() -> None:
-    cause = likely_cause(replace(failure("MemoryError"), fault="1-7"))
-    assert (cause.kind, cause.words) == (
-        "injected",
-        "an injected fault: the host's memory, or its limit, is used up: MemoryError",
-    )
+@pytest.mark.parametrize(
+    ("led_to", "words"),
+    [
+        (failure("MemoryError"), "the host's memory, or its limit, is used up: MemoryError"),
+        (failure(by=9), "SIGKILL"),
+        (failure(by=11, tail=SEGFAULT), likely_cause(failure(by=11, tail=SEGFAULT)).words),
+    ],
+)
+def test_a_fault_that_was_injected_is_told_as_such_whatever_it_has_led_to(
+    led_to: Failure, words: str
+) -> None:
+    cause = likely_cause(replace(led_to, fault="1-7"))
+    assert (cause.kind, cause.words) == ("injected", f"an injected fault: {words}")
 
 
 @pytest.mark.parametrize("message", IN_A_GROUP)
