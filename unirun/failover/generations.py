@@ -89,8 +89,9 @@ def opened(draft: JobDraft, name: str) -> None:
         draft.record("restart", f"role {name} starts as generation {role.generation}", name)
     draft.put(role, PhaseEvent.STORE_OPENED)
     # A rank that had succeeded is started again, because the others wait for it; except when it was in this generation
-    # already: `WorkerFormed` may arrive before `StoreOpened`.
-    missing = [w for w in role.workers if not w.live and w.generation < role.generation and w.due != NEVER]
+    # already: `GroupFormed` may arrive before `StoreOpened`.
+    gone = [w for w in role.workers if not w.live and w.due != NEVER]
+    missing = [w for w in gone if w.generation < role.generation or not w.ended_well]
     _complete(draft, name, missing)
 
 

@@ -110,6 +110,9 @@ def exited(draft: JobDraft, event: WorkerExited) -> None:
     draft.put_worker(name, replace(worker.ended(end), left=left, step=step), PhaseEvent.ENDED)
     if role.is_program:
         unsettle(draft, name)
+    if moves and role.phase is RolePhase.REFORMING and max(worker.generation, event.met) == role.generation:
+        # It has come to the store of the generation that was to be formed without it: others may wait for it there.
+        draft.put(replace(draft.role(name), generation=role.generation + 1))
     if obstructs:
         clear_the_way(draft)
     if end.ok or moves or leaves or role.orderly or _obeyed(event):

@@ -17,7 +17,16 @@ from unirun.failover.nodes import RETRY_REMEDY
 from unirun.failover.state import RolePhase
 from unirun.values import WorkerId
 from unirun.wire.messages import Drain, Drained, Shutdown, StartRole, StopWorkers
-from unirun.wire.reports import FromWorker, GroupFormed, Notice, OpenStore, Serving, StoreOpened, WorkerError
+from unirun.wire.reports import (
+    FromWorker,
+    GroupFormed,
+    Notice,
+    OpenStore,
+    Serving,
+    StoreOpened,
+    WorkerError,
+    WorkerExited,
+)
 
 
 def leaves(job: Job) -> list[str]:
@@ -142,6 +151,22 @@ class TestAWorkerThatMovesAlone:
         job = self.drained().on(gone("n1"))
         assert ranks(job) == {"n3": [2, 3]}
         assert (job.state.draining, job.state.placement.lost) == ((), ("n1",))
+        assert job.state.roles["actor"].restarts == 0
+
+    @pytest.mark.parametrize("formed", [True, False])
+    def test_one_that_has_met_the_others_in_the_next_store_has_its_successor_in_the_one_after(
+        self, *, formed: bool
+    ) -> None:
+        """All generations have one address. Ranks that have just begun may come to the next store before they are told
+        of it, also those that are to leave."""
+        job = workloads(of=4).on(Drain("n1"))
+        leaving = WorkerId("actor", 2, 0)
+        if formed:
+            job.on(FromWorker(leaving, GroupFormed(1)))
+        job.exits("actor", 3, by=TERM, asked=TERM)
+        job.on(WorkerExited(leaving, job.now, None, TERM, "order", TERM, met=1))
+        assert {(order.role, order.generation) for order in job.orders(StartRole)} == {("actor", 2)}
+        assert sorted(rank for there in ranks(job).values() for rank in there) == [2, 3]
         assert job.state.roles["actor"].restarts == 0
 
     def test_a_new_master_tells_it_again(self) -> None:
