@@ -140,10 +140,6 @@ def _complete(draft: JobDraft, name: str, newcomers: Sequence[WorkerState]) -> N
 def obstructed(state: JobState, role: RoleState) -> bool:
     """Return True if a worker that has to leave still runs: where ranks of `role` are to start, as both would
     use one device; or at a rank of `role` itself, which no other worker may hold meanwhile."""
-    if not state.placement.lost and not state.draining:
-        # Of a role that restarts as a whole, all have ended by now.
-        reforms = role.phase is RolePhase.REFORMING
-        return reforms and any(state.misplaced(role, worker) for worker in role.live)
     if any(state.has_to_leave(role, worker) for worker in role.live):
         return True
     places = state.placement.of_role(role.name)

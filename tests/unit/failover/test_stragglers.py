@@ -154,6 +154,16 @@ class TestTheMove:
         assert starts(job.exits("actor", 1, by=TERM, asked=TERM)) == [("actor", 1, [(1, 1)])]
         assert job.state.roles["actor"].restarts == 0
 
+    def test_it_waits_for_the_slot_of_another_that_still_ends(self) -> None:
+        job = Job({"actor": 1, "critic": 1}, inventory=nodes(3, 1)).running()
+        before = job.state.roles["actor"].workers[0].node
+        job.on(Straggles(WorkerId("actor", 0, 0), "actor:0 is slow"))
+        job.on(Straggles(WorkerId("critic", 0, 0), "critic:0 is slow"))
+        assert job.state.placement.of_role("critic")[0].node == before
+        assert starts(job.exits("critic", 0, by=TERM, asked=TERM)) == []
+        job.exits("actor", 0, by=TERM, asked=TERM)
+        assert sorted(starts(job)) == [("actor", 1, [(0, 1)]), ("critic", 1, [(0, 1)])]
+
     def test_without_room_it_stays(self) -> None:
         job = Job({"actor": 2}).running().on(Straggles(WorkerId("actor", 1, 0), "actor:1 is slow"))
         assert "actor:1 is slow; no other node has room for it" in job.records
