@@ -248,6 +248,19 @@ def test_a_restart_while_it_is_being_formed_ends_that(
     assert sum_of(group, news.result(WAIT_TIMEOUT).result(WAIT_TIMEOUT)) == 3
 
 
+def test_a_broken_group_is_not_formed_again_in_the_same_generations(
+    rollout: Rollout, forge: GroupForge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store has their keys, and the member that is gone does not come under these."""
+    peer = rollout.comes(0, 0)
+    group_of(forge)
+    peer.result(WAIT_TIMEOUT)
+    monkeypatch.setattr(GlooGroup, "intact", lambda _: False)
+    says = r"a member of group actor\+rollout is gone and its role was not started again"
+    with pytest.raises(GroupError, match=says):
+        group_of(forge, timedelta(seconds=0.2))
+
+
 def test_a_member_that_does_not_come_is_named(forge: GroupForge) -> None:
     began = time.monotonic()
     with pytest.raises(GroupError, match="group rank 1 did not come in time"):
