@@ -180,6 +180,23 @@ class TestEntering:
             )
         assert GroupFormed(0) not in worker.told
 
+    def test_an_error_of_torch_waits_for_the_news_of_the_loss_that_has_caused_it(
+        self, alone: tuple[Worker, Formation]
+    ) -> None:
+        """A worker that ends before its agent knows of the loss would fail by itself."""
+        worker, formation = alone
+        worker.role_has(0)
+        agent = threading.Timer(0.05, worker.role_has, [1])
+
+        def setup() -> None:
+            agent.start()
+            dist.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=-1)
+
+        with pytest.raises(AssertionError, match="world_size must be positive"):
+            formation.enter(setup)
+        assert formation.outdated
+        agent.join()
+
 
 class TestFollowing:
     def test_forms_the_group_again_as_it_was(
