@@ -212,7 +212,21 @@ class TestFollowing:
         assert group._get_backend(torch.device("cpu")).options._timeout == LONG
         assert not formation.outdated
         assert formed == [0, 1]
-        assert os.environ["MASTER_PORT"] == str(worker.stores[-1].port)
+
+    def test_the_variables_of_torchrun_are_those_of_the_present_generation(
+        self, alone: tuple[Worker, Formation], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The node of rank 0 may be another one, and the role may have grown."""
+        worker, formation = alone
+        worker.role_has(0)
+        formation.enter(worker.setup)
+        worker.role_has(1)
+        variables = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "ROLE_WORLD_SIZE")
+        for name in variables:
+            monkeypatch.setenv(name, "another")
+        formation.follow()
+        port = str(worker.stores[-1].port)
+        assert [os.environ[name] for name in variables] == ["127.0.0.1", port, "1", "1"]
 
     def test_the_group_has_the_name_that_it_has_in_a_new_rank(self, alone: tuple[Worker, Formation]) -> None:
         """A new rank has formed no group before. This one has, perhaps in vain."""

@@ -124,6 +124,7 @@ def test_a_group_has_all_ranks_of_all_roles_in_order(rollout: Rollout, forge: Gr
     peer = rollout.comes(0, 0)
     group = group_of(forge)
     assert (group.rank(), group.size()) == (0, 2)
+    assert dist.get_process_group_ranks(group) == [0, 1]
     assert sum_of(group, peer.result(WAIT_TIMEOUT)) == 3
 
 
@@ -329,6 +330,12 @@ ACTOR = view("actor", "running", "running", "running")
 )
 def test_a_role_whose_ranks_have_ended_well_does_not_come_again(other: RoleView, says: str) -> None:
     assert missing_for_good([ACTOR, other], lambda role, rank: True) == says
+
+
+def test_a_role_that_recovers_hides_no_other_one_that_has_ended() -> None:
+    roles = [view("actor", "reforming", "lost"), view("rollout", "succeeded", "ended")]
+    for order in (roles, roles[::-1]):
+        assert missing_for_good(order, lambda role, rank: True) == "role rollout has ended with exit code 0"
 
 
 def test_a_rank_that_was_there_before_it_ended_has_come() -> None:

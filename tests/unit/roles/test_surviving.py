@@ -72,6 +72,30 @@ class TestState:
             trained(model, optimizer)
             assert all(torch.equal(each, expected[name]) for name, each in model.state_dict().items())
 
+    @pytest.mark.parametrize("newer", [(3, {"step": 3}), None])
+    def test_a_rank_takes_what_another_one_has_saved_later_and_keeps_it(
+        self, monkeypatch: pytest.MonkeyPatch, newer: tuple[int, dict[str, Any]] | None
+    ) -> None:
+        """None: its own is the newest."""
+        asked: list[tuple[int, dict[str, Any]]] = []
+
+        def ask(number: int, values: Callable[[], dict[str, Any]]) -> tuple[int, dict[str, Any]] | None:
+            asked.append((number, values()))
+            return newer
+
+        monkeypatch.setattr("unirun.roles.replicas.newer", ask)
+        survivor: Any = SimpleNamespace(world_size=2, at_boundary=lambda: None)
+        state = ResilientState(survivor)
+        for step in (1, 2):
+            state.save(step=step)
+        last = newer or (2, {"step": 2})
+        for _ in range(2):
+            assert state.load() == last[1]
+        assert asked == [(2, {"step": 2}), last]
+        survivor.world_size = 1
+        assert state.load() == last[1]
+        assert len(asked) == 2, "there is no other one"
+
     def test_plain_data_and_tensors_are_copies(self) -> None:
         state, rows, weights = ResilientState(), [1, [2]], torch.zeros(2)
         state.save(rows=rows, weights=weights)
