@@ -218,7 +218,7 @@ class ProgressWatch:
         workers = [each for each in self._state().workers.values() if each.who.role == role]
         at = await self._evidence(workers) if question.evidence else {}
         ranks = (self._progress(each, pid=each.pid, at=at.get(each.id, "")) for each in workers)
-        self._tell(Progress(self._state().node, role, tuple(filter(None, ranks))))
+        self._tell(Progress(self._state().node, role, tuple(filter(None, ranks)), question.evidence))
 
     def end(self, order: EndHung) -> None:
         """Kill a worker that hangs, unless it has made progress meanwhile."""

@@ -585,11 +585,12 @@ class StepsAgain(Message):
 
 
 class Progress(Message):
-    """The answer of `node` to `AskProgress`: its ranks of `role`."""
+    """The answer of `node` to `AskProgress`: its ranks of `role`; with `evidence` if that was asked for."""
 
     node: str
     role: str
     ranks: tuple[RankProgress, ...]
+    evidence: bool = False
 
 
 # Stacks, for ``unirun stacks``.

@@ -78,9 +78,10 @@ class HangWatch:
         asyncio.get_running_loop().call_later(ANSWER_TIMEOUT, self._time_out, role, self._asked)
 
     def answered(self, answer: Progress) -> None:
-        """Take the answer of a node. The last one is followed by the verdict."""
+        """Take the answer of a node. The last one is followed by the verdict. An answer to the question before the one
+        for evidence may come late."""
         question = self._questions.get(answer.role)
-        if question is None or answer.node not in question.missing:
+        if question is None or answer.node not in question.missing or answer.evidence != question.evidence:
             return
         ranks = (*question.ranks, *((answer.node, rank) for rank in answer.ranks))
         missing = question.missing - {answer.node}

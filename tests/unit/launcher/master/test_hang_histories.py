@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.effort import examples
 from tests.unit.launcher.instant_loop import InstantLoop
@@ -76,11 +76,18 @@ class Questions(RuleBasedStateMachine):
     def answer(self, node: str, quiet: float, count: int = 1) -> None:
         """An answer counts once, and only while it is waited for. A rank that has reported no step has more time."""
         rank = RankProgress(WorkerId("actor", NODES.index(node), 0), count=count, quiet=quiet, age=900.0)
-        self.call(self.watch.answered, Progress(node, "actor", (rank,)))
+        self.call(self.watch.answered, Progress(node, "actor", (rank,), self.evidence))
         if self.open is not None and self.open[node] is None:
             self.open[node] = rank
             if None not in self.open.values():
                 self.decides(self.loop.time())
+
+    @precondition(lambda self: self.evidence)
+    @rule(node=st.sampled_from(NODES), quiet=QUIET)
+    def late_answer(self, node: str, quiet: float) -> None:
+        """One to the question before that for evidence has left none."""
+        rank = RankProgress(WorkerId("actor", NODES.index(node), 0), count=1, quiet=quiet, age=900.0)
+        self.call(self.watch.answered, Progress(node, "actor", (rank,)))
 
     @rule(quiet=QUIET, seconds=st.sampled_from([0.41, 0.0]), count=st.sampled_from([1, 1, 0]))
     def all_answer(self, quiet: float, seconds: float, count: int) -> None:

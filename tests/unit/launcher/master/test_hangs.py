@@ -17,7 +17,7 @@ from unirun.wire.reports import Late, Notice, Progress, RankProgress, StepsAgain
 REDUCE = Wait("default_pg", 7, "all_reduce")
 
 
-def progress(*quiet: float) -> Progress:
+def progress(*quiet: float, evidence: bool = False) -> Progress:
     """The ranks of the role: the last one is in no collective, and the others wait in one."""
     last = len(quiet) - 1
     return Progress(
@@ -33,6 +33,7 @@ def progress(*quiet: float) -> Progress:
             )
             for rank, each in enumerate(quiet)
         ),
+        evidence,
     )
 
 
@@ -53,7 +54,7 @@ async def asked(master: MasterHarness, *, late: bool = True) -> None:
     assert (await receive_until(agent, AskProgress))[-1] == AskProgress("actor", evidence=False)
     agent.send(progress(6.0, 6.0))
     assert (await receive_until(agent, AskProgress))[-1] == AskProgress("actor", evidence=True)
-    agent.send(progress(6.1, 6.1 if late else 0.1))
+    agent.send(progress(6.1, 6.1 if late else 0.1, evidence=True))
     if late:
         order = (await receive_until(agent, EndHung))[-1]
         assert isinstance(order, EndHung)
