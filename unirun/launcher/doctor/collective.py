@@ -74,6 +74,7 @@ class HostsAtWork:
             return ()
         places = {"cwd": Path(self._place.cwd), "home": Path.home()}
         files = {where: path / self._place.file for where, path in places.items()}
+        found: tuple[str, ...] = ()
         try:
             if self._me == 0:
                 found = tuple(where for where, file in files.items() if _written(file))
@@ -83,8 +84,9 @@ class HostsAtWork:
             self.barrier("found")
         finally:
             if self._me == 0:
-                for file in files.values():
-                    file.unlink(missing_ok=True)
+                # Elsewhere also the removal would fail.
+                for where in found:
+                    files[where].unlink(missing_ok=True)
         return found
 
     def links(self) -> list[Link]:

@@ -106,6 +106,17 @@ def test_nothing_is_left_of_the_file_by_which_hosts_see_what_they_share(
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
+def test_a_home_in_which_nothing_can_be_written_is_not_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even a file that is missing can be removed there: a read-only file system is the usual case."""
+    (tmp_path / "home").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    store: Any = FakeStore(tmp_path / "file", "")
+    place = JobPlace(0, ("h1", "h2"), "127.0.0.1", 5, str(tmp_path), "file", ("gloo",), True)
+    assert HostsAtWork(place, store).shared() == ("cwd",)
+
+
 @pytest.mark.parametrize("me", [0, 1])
 @pytest.mark.parametrize("bandwidth", [False, True])
 def test_a_link_has_the_round_trip_that_this_host_has_begun_and_the_stream_that_came(
