@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import math
 import os
 import secrets
 import select
@@ -108,7 +109,7 @@ HOST_POLL_INTERVAL = 1.0
 """Seconds between two looks whether hosts have joined the job."""
 
 FINAL_COPY_TIMEOUT = 30.0
-"""Seconds after the job's end in which hosts that do not answer are tried."""
+"""Seconds after the job's end, and after the latest part of a file, in which hosts that do not answer are tried."""
 
 CATCH_UP_TIMEOUT = 15.0
 """Seconds to wait until the copy has what hosts had written."""
@@ -153,6 +154,8 @@ class Mirror:
     ) -> None:
         self._job, self._remotes, self._note = job, remotes, note
         self._came, self._complete, self._silent = came, complete, silent
+        self.latest = 0.0
+        """The time of the event loop at which the latest part of a file came."""
         # Set when all that a node had written when it was asked is here, or when it does not answer.
         self._current: dict[str, asyncio.Event] = {}
 
@@ -212,6 +215,7 @@ class Mirror:
                 match message := await self._next(node, stream):
                     case Chunk(path):
                         write(self._job.path, node, message, offset := offsets.get(path, 0))
+                        self.latest = asyncio.get_running_loop().time()
                         if not message.whole:
                             offsets[path] = offset + len(message.data)
                     case Current(over):
@@ -321,11 +325,12 @@ async def _copy_all(job: JobDir, told: int) -> None:
     copying = asyncio.create_task(copy.run())
     current = asyncio.create_task(copy.current())
     current.add_done_callback(lambda _: os.close(told))
-    while not copying.done():
-        ended = _has_ended(job)
-        await asyncio.wait([copying], timeout=FINAL_COPY_TIMEOUT if ended else HOST_POLL_INTERVAL)
-        if ended:
-            break
+    loop = asyncio.get_running_loop()
+    end = math.inf
+    while not copying.done() and loop.time() < max(end, copy.latest + FINAL_COPY_TIMEOUT):
+        await asyncio.wait([copying], timeout=HOST_POLL_INTERVAL)
+        if end == math.inf and _has_ended(job):
+            end = loop.time() + FINAL_COPY_TIMEOUT
     for task in (copying, current):
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

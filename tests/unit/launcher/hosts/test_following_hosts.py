@@ -407,6 +407,30 @@ def test_a_job_is_given_up_by_what_was_heard_since_its_last_master(seed: int, tm
     GivingUp(random.Random(seed), tmp_path).play()
 
 
+def test_a_host_that_sends_much_after_the_end_of_the_job_is_copied_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way to it is slow, and the logs are long."""
+    loop = InstantLoop()
+    host, copy = FakeHost("h1", tmp_path / "h1", loop), JobDir(tmp_path / "copy")
+    copy.logs.mkdir(parents=True)
+    record_hosts(copy, [Host("h1", "h1")])
+    write_status(copy, JobStatus("run-1", "job", "succeeded", "", 1.0, None, None, ()))
+
+    async def reach(_: Host) -> RemoteNode:
+        return host.connect()
+
+    monkeypatch.setattr(copying, "reach", reach)
+    for number in range(8):
+        loop.call_later(number * FINAL_COPY_TIMEOUT / 2, host.write, "stdout", 1)
+    loop.call_later(4 * FINAL_COPY_TIMEOUT, host.end)
+    loop.run_until_complete(copying._copy_all(copy, os.dup(1)))
+    assert recorded_hosts(copy) == ()
+    name = host.files["stdout"]
+    assert (copy.path / name).read_bytes() == (host.job.path / name).read_bytes()
+    loop.end()
+
+
 @pytest.mark.parametrize("ends", [0.0, 40.0])
 @pytest.mark.parametrize("late", [0.0, 5.0, FINAL_COPY_TIMEOUT - 2.0, FINAL_COPY_TIMEOUT + 2.0])
 def test_a_host_that_answers_in_time_after_the_end_of_the_job_is_copied(
