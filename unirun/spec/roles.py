@@ -152,8 +152,8 @@ def _role(
         job.fault(where, "there is nothing to run", "name a script: unirun train.py")
     contract = read_contract(role, job, entry)
     usual = job.fields.get("nproc_per_node", 1) if contract == "torchrun" else 1
-    value = role.fields.get("count", usual)
-    if "count" not in role.fields and nodes != ONE_NODE and contract == "torchrun":
+    value = role.fields["count"] if role.given("count") else usual
+    if not role.given("count") and nodes != ONE_NODE and contract == "torchrun":
         each = _count(role, value, count_slots)
         made = replace(_finish(role, job, name, entry, each * nodes[1], contract), least=each * nodes[0])
         return replace(made, per_node=made.per_node or each, **_needs(role, made))

@@ -409,6 +409,14 @@ def test_programs_without_torchruns_contract_have_one_rank_unless_they_say_how_m
     ]
 
 
+@pytest.mark.parametrize("role", [None, {}, {"count": None}], ids=str)
+def test_a_role_whose_count_is_null_has_as_many_ranks_as_one_without(role: Any) -> None:
+    data = {"module": "this", "roles": {"a": role}, "nproc_per_node": 4}
+    assert parse_job(data, count_slots=count, run_id="x").roles[0].count == 4
+    (on_nodes,) = parse_job(data, count_slots=count, run_id="x", nodes=(2, 2)).roles
+    assert (on_nodes.count, on_nodes.per_node) == (8, 4)
+
+
 def test_a_contract_of_what_is_no_program_is_told() -> None:
     with pytest.raises(SpecError, match=r"roles\.a\.contract: a module has that of torchrun; leave it out"):
         parse_job({"roles": {"a": {"module": "this", "contract": "none"}}}, count_slots=count, run_id="x")
