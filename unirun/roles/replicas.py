@@ -75,7 +75,8 @@ def _shared(source: int, state: Callable[[], Any], group: Any) -> Any:
     dist.broadcast_object_list(told, source, group, CPU)
     found = own if sends else mapped(empty, told[0])
     for tensor in tensors:
-        dist.broadcast(tensor, source, group)
+        # As bytes, since gloo does not know all types.
+        dist.broadcast(tensor.view(-1).view(torch.uint8), source, group)
     return found
 
 

@@ -47,6 +47,17 @@ def test_a_group_for_the_state_of_devices_is_there_for_a_moment(monkeypatch: pyt
         assert len(c10d._world.pg_map) == before
 
 
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.int16, torch.uint32, torch.complex64, torch.bool]
+)
+@pytest.mark.parametrize("shape", [(2, 3), (), (0,)])
+def test_tensors_of_every_type_can_be_sent(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """gloo knows some types only, and a model in float8 has others."""
+    state = in_memory(torch.ones(shape).to(dtype))
+    assert replicas._shared(0, lambda: state, dist.group.WORLD) is state
+
+
 def test_a_state_is_taken_in_a_process_group_only() -> None:
     with pytest.raises(UsageError, match="call init_process_group before"):
         newer(0, dict)
