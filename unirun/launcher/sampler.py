@@ -222,14 +222,21 @@ def begun() -> Iterator[tuple[str, int]]:
     """The number of collectives that each process group of this process has begun, by the name of the group."""
     world = _world()
     for group in list(world.pg_map) if world is not None else ():
-        # Some backends do not count.
+        counts = []
+        # Backends of several devices may be one. torch tells that of one backend as the number of the group.
         with contextlib.suppress(RuntimeError, AttributeError):
-            yield group.group_name, group._get_sequence_number_for_group()
+            backends = [group._get_backend(device) for device in group._device_types]
+            for backend in {id(each): each for each in backends}.values():
+                # Some backends do not count.
+                with contextlib.suppress(RuntimeError, AttributeError):
+                    counts.append(backend._get_sequence_number_for_group())
+        if counts:
+            yield group.group_name, sum(counts)
 
 
 def latest() -> dict[str, int]:
     """The number of the latest collective of each process group of this process that has one backend, by the name of
-    the group. Of several backends each counts by itself, and torch tells one number."""
+    the group. Of several backends each counts by itself."""
     configs = getattr(_world(), "pg_backend_config", {})
     alone = {
         group.group_name

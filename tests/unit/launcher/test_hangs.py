@@ -94,21 +94,35 @@ class TestWaits:
         for latest in ({"0": 7}, {"1": 0}, {}):
             assert waits_in(left, {"0": ""}, latest) == [Wait("default_pg", 7, "all_reduce")]
 
-    def test_torch_tells_the_number_of_the_latest_one_of_a_group_with_one_backend(
+    def test_each_backend_of_a_group_counts_and_a_group_with_one_has_a_latest_one(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        class Group:
-            def __init__(self, name: str) -> None:
-                self.group_name = name
+        class Backend:
+            def __init__(self, count: int | None) -> None:
+                self.count = count
 
             def _get_sequence_number_for_group(self) -> int:
-                return 4
+                if self.count is None:
+                    raise RuntimeError("Backend fake does not yet support sequence numbers.")
+                return self.count
 
-        configs = {"0": "cpu:gloo,cuda:gloo", "1": "cpu:gloo,cuda:nccl", "2": "cuda:nccl"}
-        groups = {Group(name): config for name, config in configs.items()}
-        world = SimpleNamespace(pg_map=groups, pg_backend_config=groups)
+        class Group:
+            def __init__(self, name: str, **backends: Backend) -> None:
+                self.group_name, self._device_types = name, [*backends]
+                self._get_backend = backends.__getitem__
+
+        gloo, nccl, silent = Backend(4), Backend(7), Backend(None)
+        groups = {
+            Group("0", cpu=gloo, cuda=gloo): "cpu:gloo,cuda:gloo",
+            Group("1", cpu=gloo, cuda=nccl): "cpu:gloo,cuda:nccl",
+            Group("2", cuda=nccl): "cuda:nccl",
+            Group("3", cpu=gloo, cuda=silent): "cpu:gloo,cuda:fake",
+            Group("4", cuda=silent): "cuda:fake",
+        }
+        world = SimpleNamespace(pg_map={**groups, object(): ""}, pg_backend_config=groups)
         monkeypatch.setattr(sampler, "_world", lambda: world)
-        assert sampler.latest() == {"0": 4, "2": 4}
+        assert dict(sampler.begun()) == {"0": 4, "1": 11, "2": 7, "3": 4}
+        assert sampler.latest() == {"0": 4, "2": 7}
         monkeypatch.setattr(sampler, "_world", lambda: None)
         assert sampler.latest() == {}
 
