@@ -67,7 +67,15 @@ class _InprocConnection:
 
     def _answer(self, reply: Parcel, done: Callable[[Parcel], None]) -> None:
         answer = own(reply)
-        self._executor.soon(lambda: done(answer) if self._open else None)
+        self._executor.soon(lambda: self._take(answer, done))
+
+    def _take(self, answer: Parcel, done: Callable[[Parcel], None]) -> None:
+        if self._open:
+            try:
+                done(answer)
+            except BaseException as error:
+                self.cut(repr(error))
+                raise
 
     def keep(self) -> None:
         """Do nothing, as everything is sent at once."""

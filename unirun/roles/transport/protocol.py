@@ -76,7 +76,8 @@ class Connection(Protocol):
     def call(
         self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None
     ) -> Wait | None:
-        """Send a request. `done` is called with the answer, in a thread of the transport, unless the connection breaks.
+        """Send a request. `done` is called with the answer, in a thread of the transport, unless the connection breaks,
+        as it does when a `done` raises.
 
         Requests of one thread arrive in the order in which they were sent. With `patience`, the calling thread will
         only wait for the answer, for at most that many seconds. A transport in which this is faster then returns a

@@ -354,7 +354,12 @@ class _RpcConnection:
             self._break(str(error))
             return
         if self._open:
-            done(_parcel(form))
+            try:
+                done(_parcel(form))
+            except BaseException as error:
+                # The answer is lost: open calls are sent again.
+                self._break(repr(error))
+                raise
 
     def _break(self, reason: str) -> None:
         with self._lock:

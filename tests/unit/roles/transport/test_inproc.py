@@ -68,3 +68,17 @@ def test_a_channel_that_is_closed_says_nothing_any_more() -> None:
     server.close()
     client.close()
     assert news.empty()
+
+
+def test_a_connection_whose_answer_cannot_be_taken_breaks() -> None:
+    """Its calls are sent again then, as over the other transports."""
+    server, client, news = InprocTransport(), InprocTransport(), queue.SimpleQueue[str]()
+    connection = client.connect(ME, server.serve(ME, echo), news.put)
+
+    def fail(parcel: Parcel) -> None:
+        raise MemoryError("no room")
+
+    connection.call(Parcel(b"x"), fail)
+    assert "no room" in news.get(timeout=10.0)
+    client.close()
+    server.close()

@@ -8,11 +8,20 @@ import textwrap
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.roles.transport.protocol import Parcel
-from unirun.roles.transport.torch_rpc import APART, RpcAgent, TorchTransport, _form, _parcel
+from unirun.roles.transport.protocol import Parcel, Scheduler
+from unirun.roles.transport.torch_rpc import (
+    APART,
+    Form,
+    RpcAgent,
+    TorchTransport,
+    _form,
+    _parcel,
+    _RpcConnection,
+)
 from unirun.values import WorkerId
 
 WITH_A_CALL = """
@@ -93,3 +102,18 @@ def test_an_agent_that_was_closed_is_closed_once() -> None:
     assert not agent.close()
     agent._agent = object()  # torch's, which has been shut down by the user
     assert [agent.close() for _ in range(2)] == [True, False]
+
+
+def test_a_connection_whose_answer_cannot_be_taken_breaks() -> None:
+    """Its calls are sent again then, as over the other transports."""
+    executor, news = Scheduler("test"), list[str]()
+    connection = _RpcConnection(None, "me:0:0", 0, news.append, executor)
+    answer: torch.futures.Future[Form] = torch.futures.Future()
+    answer.set_result(_form(Parcel(b"x")))
+
+    def fail(parcel: Parcel) -> None:
+        raise MemoryError("no room")
+
+    with pytest.raises(MemoryError):
+        connection._answered(answer, fail)
+    assert news == ["MemoryError('no room')"]
