@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import time
 from pathlib import Path
@@ -60,9 +61,10 @@ def listen_tcp(addr: str, port: int = 0) -> socket.socket:
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
+        taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
         raise RendezvousError(
             f"this host cannot listen at {addr}, port {port}: {error.strerror}",
-            "is it an address of this host?",
+            "choose another port" if taken else "is it an address of this host?",
         ) from error
     return sock
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.wire.endpoints import NODE, Endpoint
-from unirun.errors import AuthError
+from unirun.errors import AuthError, RendezvousError
 from unirun.wire.address import TcpAddress
 from unirun.wire.credentials import server_name
 from unirun.wire.sockets import handshake_error, listen_tcp, not_the_node, shut, tcp_address
@@ -22,6 +22,15 @@ def test_the_address_of_a_listener_is_the_one_at_which_it_is_found(addr: str) ->
         assert found == TcpAddress(addr, listener.getsockname()[1], NODE)
         socket.create_connection((found.addr, found.port)).close()
         assert not listener.get_inheritable()
+
+
+def test_a_port_that_is_in_use_is_to_be_another_one() -> None:
+    with listen_tcp("127.0.0.1") as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(
+            RendezvousError, match=f"port {port}: Address already in use; choose another port"
+        ):
+            listen_tcp("127.0.0.1", port)
 
 
 def test_a_stream_that_is_shut_has_ended_in_both_directions() -> None:
