@@ -206,7 +206,8 @@ def profile(options: Any) -> int:
     result, trace = profiled(job, Profile(role, rank, options.seconds))
     if result.problem:
         raise JobError(f"{role}:{rank} is not profiled: {result.problem}", "see unirun status")
-    counts = dict(result.stacks)
+    # Names of files need not be text.
+    counts = {printable(stack): count for stack, count in result.stacks}
     title = f"{role}:{rank} of {job.run_id}, {options.seconds:g} s"
     files = {
         FLAME: flame(counts, title),

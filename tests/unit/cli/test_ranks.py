@@ -23,15 +23,15 @@ from tests.unit.cli.in_process import run_cli
 from tests.unit.rendezvous.fake_master import FakeJob
 from unirun.cli import ranks
 from unirun.cli.commands import call
-from unirun.cli.ranks import Bar, Conversation, bars, fault_of, flame, ranks_of
+from unirun.cli.ranks import FLAME, FOLDED, Bar, Conversation, bars, fault_of, flame, ranks_of
 from unirun.errors import JobError, RendezvousError, UsageError
 from unirun.observe.status import JobStatus, RoleStatus, WorkerStatus, write_status
 from unirun.rendezvous.creation import create_job
 from unirun.values import WorkerId
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import new_token
-from unirun.wire.messages import AskStacks, Attach, DebugInput, Inject, Injected
-from unirun.wire.reports import DebugEnded, DebugOutput, Message, RankProgress, RankStacks
+from unirun.wire.messages import AskStacks, Attach, DebugInput, Inject, Injected, Profile
+from unirun.wire.reports import DebugEnded, DebugOutput, Message, Profiled, RankProgress, RankStacks
 
 
 @pytest.mark.parametrize(
@@ -316,6 +316,19 @@ def test_faults_of_a_schedule_come_at_its_times_however_long_answers_take(
         options = ("--fault", "sigkill", "--every", "10s", "--for", "35s", "--seed", "1")
         assert run_cli("inject", "run-1", "actor", *options) == 0
     assert asked == [110.0, 120.0, 130.0]
+
+
+def test_a_profile_is_written_whatever_the_names_of_files_are(home: Path, tmp_path: Path) -> None:
+    def script(stream: BlockingStream) -> None:
+        assert (stream.receive(), stream.receive()) == (Attach(), Profile("actor", 0, 5.0))
+        stream.send(Profiled(0, (("main (/caf\udce9/train.py)", 3),), without_trace="no torch"))
+
+    with FakeJob() as job:
+        write_status(job.job_dir, replace(status(), run_id="run-1"))
+        job.leader(script=script)
+        assert run_cli("profile", "run-1", "actor:0", "-o", str(tmp_path)) == 0
+    assert (tmp_path / FOLDED).read_text() == "main (/caf\\udce9/train.py) 3\n"
+    assert "main (/caf\\udce9/train.py): 3 samples, 100.0 %" in (tmp_path / FLAME).read_text()
 
 
 def test_each_rank_has_an_answer_of_its_own(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
