@@ -188,11 +188,11 @@ Transfer = tuple[str, str, str, str, float]
 def show_weights(options: Any) -> int:
     """Print which version of the weights each rank has. Returns 0. Raises `UsageError`, `JobError`, `StoreError`."""
     status, _ = find_status(options.store, options.job)
-    found = versions(status)
-    if not found:
+    found, transfers = versions(status), moves(status)
+    if not (transfers if options.plan else found):
         warn(f"job {status.run_id} has moved no weights yet")
     elif options.plan:
-        _print_moves(moves(status))
+        _print_moves(transfers)
     else:
         print_table(
             ["CHANNEL", "VERSION", "RANKS"],

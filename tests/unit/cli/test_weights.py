@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import pytest
+
+from tests.unit.cli.in_process import run_cli
 from unirun.cli.status import moves, versions
-from unirun.observe.status import JobStatus
+from unirun.observe.status import JobStatus, write_status
+from unirun.rendezvous.creation import create_job
+from unirun.wire.handshake import new_token
 
 
 def status(**roles: list[dict[str, float]]) -> JobStatus:
@@ -61,3 +67,11 @@ def test_what_came_from_whom_is_told_by_path_and_what_no_longer_comes_is_left_ou
         ("policy", "rollout:2", "actor:0", "shared memory", 32.0),
         ("policy", "rollout:0", "actor:0", "socket", 64.0),
     ]
+
+
+def test_weights_that_nobody_has_received_have_not_moved(capsys: pytest.CaptureFixture[str]) -> None:
+    job, lock = create_job("j", new_token())
+    os.close(lock)
+    write_status(job, status(actor=[{"policy/version": 3.0}]))
+    assert run_cli("weights", "j", "--plan") == 0
+    assert capsys.readouterr() == ("", "unirun: job j has moved no weights yet\n")
