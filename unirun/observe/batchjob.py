@@ -178,7 +178,14 @@ def ask_slurm(
 
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=SLURM_COMMAND_TIMEOUT, check=False, env=environ
+            command,
+            capture_output=True,
+            text=True,
+            # A name of a job or a file need not be text.
+            errors="replace",
+            timeout=SLURM_COMMAND_TIMEOUT,
+            check=False,
+            env=environ,
         )
     except FileNotFoundError as error:
         raise UsageError(f"{command[0]} is not found", _WHERE) from error

@@ -141,6 +141,13 @@ def test_what_a_command_says_besides_is_told() -> None:
     assert (found, told) == ("12\n", ["note: low budget"])
 
 
+@pytest.mark.starts_processes
+def test_what_is_no_text_in_the_answer_of_slurm_leaves_the_rest() -> None:
+    assert ask_slurm("printf", r"JobName=caf\351 JobState=RUNNING") == "JobName=caf\ufffd JobState=RUNNING"
+    with pytest.raises(JobError, match="no job caf\ufffd"):
+        ask_slurm("sh", "-c", r"printf 'no job caf\351' >&2; exit 1")
+
+
 def test_the_record_of_a_batch_job_is_in_the_jobs_directory(tmp_path: Path) -> None:
     job = JobDir(tmp_path)
     assert read_batch(job) is None
