@@ -22,7 +22,7 @@ from unirun.cli.logs import start_of_last
 from unirun.cli.output import age, megabytes, print_table, tell
 from unirun.cli.stored import StoredJob, find_here, find_status
 from unirun.errors import UnirunError
-from unirun.launcher.foreground.terminal import say, warn
+from unirun.launcher.foreground.terminal import is_screen, say, warn
 from unirun.observe.batchjob import batch_state, read_batch
 from unirun.observe.events import EventReader, LoggedEvent
 from unirun.observe.jobdir import JobDir, all_jobs
@@ -293,7 +293,7 @@ class Followed:
 
 
 def show_top(options: Any) -> int:
-    """Show jobs until the user leaves; without a terminal, or with --once, print one frame. Returns 0."""
+    """Show jobs until the user leaves; without a screen, or with --once, print one frame. Returns 0."""
     names = options.jobs or [None]
     jobs = [find_here(options.store, name, "top") for name in names]
     if not options.jobs and options.store is None:
@@ -301,7 +301,7 @@ def show_top(options: Any) -> int:
         jobs += [each for each in all_jobs() if each.run_id != jobs[0].run_id and runs(each)]
     followed = [Followed(job) for job in jobs]
     choice = TopView(options.sort, options.filter, jobs=tuple(job.run_id for job in jobs))
-    if options.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if options.once or not (sys.stdin.isatty() and is_screen(sys.stdout)):
         width = shutil.get_terminal_size((80, 24)).columns
         for line in frame(followed[0].look(choice), followed[0].meters, choice, width, 1000)[:-1]:
             say(line.text.rstrip())

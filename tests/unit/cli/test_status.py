@@ -6,6 +6,7 @@ import contextlib
 import os
 import pty
 import select
+import sys
 import termios
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.cli.in_process import run_cli
 from unirun.cli import status
 from unirun.cli.status import Followed, _keys, pressed
 from unirun.errors import JobError
@@ -107,6 +109,27 @@ def test_keys_that_are_pressed_at_once_all_count_and_put_off_no_frame(
     os.close(reading)
     assert views[-1] == TopView(ORDERS[2], "abc", detail=True, jobs=("job-1",))
     assert set(waits) == {0, 1.0}
+
+
+def test_a_terminal_that_cannot_be_drawn_on_gets_one_frame(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, lock = create_job("job-1", new_token())
+    os.close(lock)
+    write_status(job, JobStatus("job-1", "job", "failed", "", 1.0, 2.0, 1, ()))
+    master, slave = pty.openpty()
+
+    def waits(*_: Any) -> None:
+        raise AssertionError("it waits for a key")
+
+    monkeypatch.setattr(select, "select", waits)
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with os.fdopen(slave) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        assert run_cli("top", "job-1") == 0
+    os.close(master)
+    assert capsys.readouterr().out.startswith("job-1: failed, exit code 1")
 
 
 def test_a_job_that_has_taken_the_id_is_shown_without_the_events_of_the_one_before() -> None:
