@@ -12,7 +12,7 @@ from typing import Any
 
 from unirun.cli.commandline import items
 from unirun.cli.output import age, duration, megabytes, print_table
-from unirun.errors import JobError
+from unirun.errors import JobError, UsageError
 from unirun.launcher.environment import for_workers
 from unirun.launcher.foreground.terminal import say
 from unirun.launcher.orders import PRELOAD, spawner_request
@@ -36,6 +36,10 @@ WARM_STOP_TIMEOUT = 10.0
 def main(options: Any) -> int:
     """Start, show or stop this user's warm processes."""
     idle = duration("--idle", options.idle)
+    if idle == 0:
+        raise UsageError(
+            "--idle 0s: a warm process would end before a job can use it", "for example --idle 30m"
+        )
     if options.action == "status":
         return _status()
     if options.action == "stop":

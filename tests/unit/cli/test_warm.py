@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.cli.in_process import run_cli
 from unirun.cli import warm
 
 
@@ -39,3 +40,8 @@ def test_each_process_has_ended_when_it_is_told_so_and_one_that_is_not_warm_any_
     assert ends == [-signal.SIGTERM, -signal.SIGKILL]
     told = [f"process {each.pid} has ended" for each in found[:-1]]
     assert capsys.readouterr().out.splitlines() == told
+
+
+def test_a_warm_process_that_would_end_at_once_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("warm", "--idle", "0s") == 2
+    assert "--idle 0s: a warm process would end before a job can use it" in capsys.readouterr().err
