@@ -329,6 +329,9 @@ def endpoint(text: str) -> tuple[str, int]:
     host, port = (host, port) if colon else (text, str(HEAD_PORT))
     if not 0 < (number := natural(port) or 0) < 65536:
         raise UsageError(f"{port!r:.80} is no port", "write --rdzv-endpoint HOST:PORT")
+    if not _bare(host) or (host.endswith(":") and not host.endswith("::")):
+        remedy = "write --rdzv-endpoint HOST:PORT, an IPv6 address in brackets: [fd00::1]:29400"
+        raise UsageError(f"{text!r:.80} names no host", remedy)
     return _bare(host), number
 
 
