@@ -50,7 +50,7 @@ from unirun.failover.state import (
     Verdict,
     WorkerPhase,
 )
-from unirun.failover.takeover import all_back, bare, take_up
+from unirun.failover.takeover import all_back, bare, ended_stores, take_up
 from unirun.failover.worker_failure import cut_off, exited, fall_ill, store_ended
 from unirun.values import WorkerId
 from unirun.wire.messages import Drain, Grow, Inject, Injected, PassOn, Stop
@@ -236,8 +236,15 @@ def _rejoined(draft: JobDraft, event: Join) -> None:
         settle(draft, name)
     reserve_again(draft, event.node)
     if not draft.state.away:
-        all_back(draft)
-        wait_again(draft)
+        _all_back(draft)
+
+
+def _all_back(draft: JobDraft) -> None:
+    """No node is away any more: each has joined this master, or is lost."""
+    for ended in ended_stores(draft.state):
+        _handle(draft, ended)
+    all_back(draft)
+    wait_again(draft)
 
 
 def _started(draft: JobDraft, event: WorkerStarted) -> None:
@@ -400,8 +407,7 @@ def _rejoin_timed_out(draft: JobDraft) -> None:
     reason = "it did not join the new master in time"
     nodes_lost(draft, dict.fromkeys(sorted(draft.state.away), reason))
     if draft.state.phase is JobPhase.RUNNING:
-        all_back(draft)
-        wait_again(draft)
+        _all_back(draft)
 
 
 def _join_timed_out(draft: JobDraft) -> None:

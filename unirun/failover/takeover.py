@@ -42,7 +42,7 @@ from unirun.failover.state import (
 )
 from unirun.values import WorkerId
 from unirun.wire.messages import ExitAck, StopWorkers
-from unirun.wire.reports import Calls, FromWorker, HeldWorker, Join, StoreEnded, StoreOpened, WorkerExited
+from unirun.wire.reports import Calls, FromWorker, HeldWorker, Join, StoreEnded, WorkerExited
 
 PAID = 1.0
 """The `WorkerState.due` of a rank whose restart was ordered before, and has been paid for: a time in the past."""
@@ -89,12 +89,23 @@ def _unseen(role: RoleState) -> RoleState:
 
 
 def bare(event: Join) -> Join:
-    """The part of `Join` that is kept. What the agent holds changes from now on."""
-    return replace(event, workers=(), stores=(), ending=None)
+    """The part of `Join` that is kept. What the agent holds changes from now on, but for stores that have ended."""
+    ended = tuple(store for store in event.stores if isinstance(store, StoreEnded))
+    return replace(event, workers=(), stores=ended, ending=None)
 
 
-def take_up(draft: JobDraft, event: Join) -> Iterator[FromWorker | WorkerExited | StoreOpened | StoreEnded]:
-    """Merge what an agent holds into the state and order what is missing there. Yields the events that it reports."""
+def ended_stores(state: JobState) -> Iterator[StoreEnded]:
+    """The stores of roles that had ended when their agents joined. What follows depends on whether all ranks of the
+    role run, which is known when no node is away."""
+    for name in state.roles:
+        join = state.agents.get(leader(state, name))
+        for store in join.stores if join is not None else ():
+            if isinstance(store, StoreEnded) and store.role == name:
+                yield store
+
+
+def take_up(draft: JobDraft, event: Join) -> Iterator[FromWorker | WorkerExited]:
+    """Merge what an agent holds into the state and order what is missing there. Yields what it says of its workers."""
     for name in draft.state.roles:
         _take_up_role(draft, name, event)
     for each in event.workers:
@@ -122,8 +133,6 @@ def take_up(draft: JobDraft, event: Join) -> Iterator[FromWorker | WorkerExited 
         store = stores.get(name)
         if store is None or store.generation < role.generation:
             order_store(draft, name)
-        elif isinstance(store, StoreEnded):
-            yield store
 
 
 def all_back(draft: JobDraft) -> None:

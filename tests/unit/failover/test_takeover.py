@@ -10,11 +10,12 @@ from msgspec.structs import replace
 from tests.unit.failover.job import KILL, TERM, Job, plain
 from tests.unit.failover.services import Services, program, service
 from tests.unit.failover.takeover import TWO, end, join, kinds, rejoin, starts, take_over
+from tests.unit.failover.workloads import serving, up, workload
 from unirun.errors import IllegalTransition, Refused
 from unirun.failover.context import decode, encode
 from unirun.failover.draft import After, Due, Record, ToAgent
 from unirun.failover.restart_or_end import shutdown_order
-from unirun.failover.state import Exit, JobPhase, Ports, Verdict, WorkerPhase, WorkerState
+from unirun.failover.state import Exit, JobPhase, Ports, RolePhase, Verdict, WorkerPhase, WorkerState
 from unirun.failover.takeover import REJOIN_TIMEOUT, resume
 from unirun.spec.job import EntryKind
 from unirun.values import RankAddress, WorkerId
@@ -340,6 +341,24 @@ class TestAnEndThatNoMasterHasHeardOf:
         gone = StoreEnded("actor", 0, 200.0, "it was killed")
         rejoin(job, stores=[gone])
         assert OpenStore("actor", 1) in job.orders(OpenStore)
+
+    def test_an_unreported_end_of_a_store_costs_nothing_when_all_ranks_run(self) -> None:
+        """On which node they are is not known before all have joined."""
+        job = up(workload(2, restarts=0, nodes=TWO).running())
+        before = job.state
+        take_over(job)
+        join(job, before, "n0", stores=[StoreEnded("actor", 0, 200.0, "it was killed")])
+        assert job.state.roles["actor"].generation == 0
+        join(job, before, "n1")
+        role = job.state.roles["actor"]
+        assert (role.phase, role.generation, role.restarts) == (RolePhase.REFORMING, 1, 0)
+
+    def test_a_store_that_ended_when_some_had_succeeded_is_not_missed_by_the_next_master_either(self) -> None:
+        gone = StoreEnded("actor", 0, 200.0, "it was killed")
+        job = serving().exits("actor", 1).on(gone)
+        rejoin(job, stores=[gone])
+        assert job.state.roles["actor"].generation == 0
+        assert job.phases() == {"actor": "running", "trainer": "running"}
 
 
 class TestAnEndOfTheJobThatCouldNotBeWritten:
