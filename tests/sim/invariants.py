@@ -21,6 +21,7 @@ from unirun.failover.context import load
 from unirun.failover.crashes import MAX_MASTERS_PER_ERROR
 from unirun.failover.draft import (
     VIEW_DELAY,
+    Absent,
     Command,
     Due,
     Event,
@@ -205,7 +206,7 @@ class Invariants:
             ended = [name for name in state.spec.primary if state.roles[name].phase in DEAD]
             assert not ended, f"the job runs on without {ended}"
         gone = {*state.placement.lost} - {*before.placement.lost}
-        asked = {*before.draining, event.node} if isinstance(event, Drain) else {*before.draining}
+        asked = {*before.draining, event.node} if isinstance(event, Drain | Absent) else {*before.draining}
         assert event in LOSS_EVENTS or gone <= asked, f"{event} makes {gone} leave"
 
     def _check_optional(self, before: JobState, event: Event) -> None:

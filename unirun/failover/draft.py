@@ -217,6 +217,12 @@ class Arrived(Value):
     offer: Offer
 
 
+class Absent(Value):
+    """A node that has come into the running job had to join by now."""
+
+    node: str
+
+
 class Straggles(Value):
     """A rank makes the others wait, and its role wants such ranks elsewhere. `why` is for people."""
 
@@ -252,6 +258,7 @@ Event = (
     | Drain
     | Grow
     | Arrived
+    | Absent
     | AgentLost
     | Due
     | OwnerLost

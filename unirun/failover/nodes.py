@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from unirun.collocation import Inventory
 from unirun.errors import EXIT_PLACEMENT, PlacementError
-from unirun.failover.draft import After, Arrived, Due, JobDraft, ToGuest, ToWatchers
+from unirun.failover.draft import Absent, After, Arrived, Due, JobDraft, ToGuest, ToWatchers
 from unirun.failover.moving import (
     Cause,
     Relocation,
@@ -360,7 +360,13 @@ def arrived(draft: JobDraft, event: Arrived) -> None:
         )
     )
     draft.record("arrival", f"{offer.node} comes into the job, from host {offer.host}", offer.node)
-    draft.send(ToGuest(offer.node, Ready()))
+    draft.send(ToGuest(offer.node, Ready()), After(state.spec.join_timeout, Absent(offer.node)))
+
+
+def is_absent(draft: JobDraft, node: str) -> None:
+    """Give up a node that has come into the running job and has not joined: no stream of it ends."""
+    if node not in draft.state.agents:
+        nodes_lost(draft, {node: f"it did not join within {draft.state.spec.join_timeout:g} s"})
 
 
 def grow(draft: JobDraft) -> None:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from unirun.collocation.graph import sound
 from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition, Refused
 from unirun.failover.draft import (
+    Absent,
     AgentLost,
     Arrived,
     Command,
@@ -34,6 +35,7 @@ from unirun.failover.nodes import (
     grow,
     grow_at_boundary,
     grow_elastic,
+    is_absent,
     leave_when_empty,
     nodes_lost,
 )
@@ -172,6 +174,8 @@ def _handle(draft: JobDraft, event: Event) -> None:
             grow_elastic(draft, role)
         case Arrived():
             arrived(draft, event)
+        case Absent(node):
+            is_absent(draft, node)
         case Due.GROWTH:
             grow(draft)
         case OwnerLost():
@@ -415,7 +419,7 @@ def _join_timed_out(draft: JobDraft) -> None:
     here = state.agents.keys() - state.away
     if state.phase is JobPhase.RUNNING:
         # Spare nodes that have not joined are lost.
-        late = [node for node in state.nodes if node not in state.agents]
+        late = [node for node in state.nodes if node not in (*state.agents, *state.newcomers)]
         nodes_lost(draft, dict.fromkeys(late, f"it did not join within {state.spec.join_timeout:g} s"))
     if state.phase is not JobPhase.LAUNCHING:
         return

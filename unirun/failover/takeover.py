@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from unirun.failover.draft import (
+    Absent,
     After,
     Command,
     Due,
@@ -68,6 +69,9 @@ def resume(state: JobState, now: float, rejoin: float = REJOIN_TIMEOUT) -> tuple
         draft.record("master", "another master goes on with the job")
     if state.away:
         draft.send(After(rejoin, Due.REJOIN))
+    for node in state.nodes if state.phase is JobPhase.RUNNING else ():
+        if node not in state.agents and not state.given_up(node):
+            draft.send(After(state.spec.join_timeout, Absent(node)))
     if state.phase is JobPhase.LAUNCHING:
         # No agent could join while there was no master; and the clock may have been set in the meantime.
         limit = state.spec.join_timeout

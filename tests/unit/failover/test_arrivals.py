@@ -17,7 +17,7 @@ from tests.unit.failover.takeover import join, take_over
 from unirun.collocation import Device, Node
 from unirun.errors import Refused
 from unirun.failover.context import decode, encode, urgent
-from unirun.failover.draft import GROWTH_DELAY, After, Arrived, Due, ToGuest
+from unirun.failover.draft import GROWTH_DELAY, Absent, After, Arrived, Due, ToGuest
 from unirun.failover.nodes import made_up, next_life, trouble
 from unirun.failover.state import JOB_ENDS
 from unirun.values import WorkerId
@@ -27,6 +27,7 @@ from unirun.wire.reports import (
     Boundary,
     FromWorker,
     GroupFormed,
+    Join,
     Resilient,
     Serving,
     WorkerRunning,
@@ -305,6 +306,28 @@ class TestANodeThatHasCome:
         assert urgent(before, job.state)
         assert kept(job.state) == decode(encode(job.state))
         assert job.state.nodes == ("n0", "n1", "n2")
+
+    @pytest.mark.parametrize("dies", [True, False])
+    def test_one_that_does_not_join_in_time_is_given_up_and_may_come_again(self, *, dies: bool) -> None:
+        """Its agent has died before it had a stream to the master; also when another master has come since."""
+        job = scripts(of=2).running()
+        before = job.on(Arrived(offer("n2"))).state
+        if dies:
+            job.commands = take_over(job)
+        (due,) = (c for c in job.commands if isinstance(c, After) and c.event == Absent("n2"))
+        assert due.delay == job.state.spec.join_timeout
+        if dies:
+            join(job, before, "n0")
+            join(job, before, "n1")
+        job.on(Due.JOIN)
+        assert not job.state.given_up("n2")
+        assert job.on(due.event).state.given_up("n2")
+        assert (next_life(job.state, "n2"), job.phases()) == ("n2.2", {"actor": "running"})
+
+    def test_one_that_joins_in_time_stays(self) -> None:
+        job = scripts(of=2).running().on(Arrived(offer("n2"))).on(Join("n2", 1, "n2", {}))
+        before = job.state
+        assert job.on(Absent("n2")).state == before
 
     def test_it_is_a_spare_for_a_job_that_does_not_grow(self) -> None:
         job = come(scripts(of=2).running(), "n2").on(Due.GROWTH)
