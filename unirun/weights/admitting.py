@@ -185,8 +185,8 @@ _admitted = msgspec.json.Decoder(Admitted)
 class Entrance:
     """The way of one producer to the gate. Thread-safe.
 
-    Those that wait also connect and send, so that there is no thread for it: whenever something has happened, the first
-    one of them is woken.
+    Those that wait also connect and send: whenever something has happened, the first one of them is woken. Where none
+    waits, a thread connects if there is something to tell.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class Entrance:
         self._waiters: dict[_Waiter, None] = {}
         self._number = 0
         self._unanswered: set[int] = set()
-        self._untold = False
+        self._untold = self._telling = False
 
     def admit(self, deadline: float) -> Admission:
         """Wait for an admission. Raises `QueueTimeout`, `PeerLost`."""
@@ -276,11 +276,22 @@ class Entrance:
         self.wake()
 
     def wake(self) -> None:
-        """Let the first one that waits look at the connection."""
+        """Let the first one that waits look at the connection; without one, a thread if the gate does not know all."""
         with self._lock:
             first = next(iter(self._waiters), None)
             if first is not None:
                 first.wake()
+            if first is not None or self._telling or not self._untold:
+                return
+            self._telling = True
+        threading.Thread(target=self._tell_alone, name="unirun-entrance", daemon=True).start()
+
+    def _tell_alone(self) -> None:
+        # First, so that news which come meanwhile are looked at, too.
+        self._telling = False
+        # A gate that cannot be reached is looked for again when the job has changed.
+        with suppress(PeerLost):
+            self.tell()
 
     def _held_back(self) -> QueueTimeout:
         problem = f"no item of queue {self._queue!r} may be made until {self._consumer} has trained on more"
@@ -291,10 +302,11 @@ class Entrance:
         return QueueTimeout(problem, remedy, queue=self._queue)
 
     def changed(self) -> None:
-        """The counts have changed. Called in any thread; without a connection the gate learns it later."""
+        """The counts have changed. Called in any thread."""
         with self._lock:
             self._untold = True
-        self.tell(connect=False)
+        if not self.tell(connect=False):
+            self.wake()
 
     def tell(self, *, connect: bool = True) -> bool:
         """Tell the gate what it does not know; False if it cannot be reached. Raises `PeerLost` if it connects."""

@@ -51,13 +51,16 @@ class Job:
         self._patches = ExitStack()
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now)
         threads = SimpleNamespace(Lock=threading.Lock, Timer=partial(Timer, self))
+        entrances = SimpleNamespace(
+            Lock=threading.Lock, Thread=partial(Thread, self), get_ident=threading.get_ident
+        )
         for module, changes in (
             (
                 channel,
                 {"time": clock, "at_exit": lambda _: None, "init": lambda: self.me, "threading": threads},
             ),
             (queue, {"time": clock, "init": lambda: self.me, "Future": Answer}),
-            (admitting, {"time": clock, "Future": Answer}),
+            (admitting, {"time": clock, "Future": Answer, "threading": entrances}),
             (sources, {"Future": Answer}),
         ):
             self._patches.enter_context(mock.patch.multiple(module, **changes))
@@ -140,6 +143,13 @@ class Job:
         for worker in [*self.workers.values()]:
             if worker.phase != "lost":
                 worker.peers.update(view)
+
+
+class Thread:
+    """A `threading.Thread` that does all that it has to do at the next moment at which something can happen."""
+
+    def __init__(self, job: Job, target: Event, **_: object) -> None:
+        self.start = partial(job.meanwhile.append, target)
 
 
 class Timer:

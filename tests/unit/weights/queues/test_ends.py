@@ -308,6 +308,21 @@ class TestTheGate:
         opened(actor)
         assert begun(rollout) == FIRST
 
+    @pytest.mark.parametrize("restarted", [False, True])
+    def test_a_producer_that_asks_no_more_tells_what_has_become_of_its_items(
+        self, job: Job, rollout: End, actor: End, restarted: bool
+    ) -> None:
+        other = End(job.starts("rollout", 1, "a"))
+        opened(actor)
+        admission = rollout.queue.admit(timeout=0.1)
+        if restarted:
+            job.dies(actor.worker)
+            opened(End(job.starts("actor", 0, "a")))
+        else:
+            job.breaks(rollout.worker, actor.worker)
+        admission.reject()
+        assert begun(other) == FIRST
+
     def test_who_is_held_back_waits_as_long_as_it_said(self, rollout: End, actor: End) -> None:
         opened(actor)
         assert begun(rollout) == FIRST
