@@ -86,7 +86,10 @@ def _matching(pattern: str) -> Sequence[str]:
     if "*" not in pattern:
         return (pattern,)
     files, path = fsspec.url_to_fs(pattern)
-    found = tuple(files.unstrip_protocol(each) for each in sorted(files.glob(path)))
+    matching = files.glob(path, detail=True)
+    # A link may be one to a directory.
+    whole = (each for each, about in matching.items() if about["type"] == "file" or not files.isdir(each))
+    found = tuple(map(files.unstrip_protocol, sorted(whole)))
     if not found:
         raise UsageError(
             f"Files(): no file matches {pattern!r}", "check the pattern, from this working directory"

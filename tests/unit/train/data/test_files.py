@@ -34,6 +34,16 @@ class TestPaths:
         assert [Path(found.path(index)).name for index in range(len(found))] == ["a.txt", "b.txt"]
         assert [[*found.items(index)] for index in range(2)] == [["a.txt"], ["b.txt"]]
 
+    def test_directories_that_a_pattern_matches_are_none(self, tmp_path: Path) -> None:
+        (tmp_path / "a.d").mkdir()
+        write(tmp_path / "b.d", "1")
+        (tmp_path / "c.d").symlink_to("b.d")
+        (tmp_path / "d.d").symlink_to("a.d")
+        found = Files(f"{tmp_path}/*.d")
+        assert [[*found.items(index)] for index in range(len(found))] == [["1"], ["1"]]
+        with pytest.raises(UsageError, match="no file matches"):
+            Files(f"{tmp_path}/a*.d")
+
     def test_one_path_is_one_file(self, tmp_path: Path) -> None:
         path = write(tmp_path / "one.txt", "1\n2\n")
         assert [*Files(path).items(0)] == [*Files(Path(path)).items(0)] == ["1", "2"]
