@@ -128,6 +128,23 @@ def test_a_group_has_all_ranks_of_all_roles_in_order(rollout: Rollout, forge: Gr
     assert sum_of(group, peer.result(WAIT_TIMEOUT)) == 3
 
 
+def test_members_meet_though_the_store_cannot_be_reached_at_first(
+    rollout: Rollout, forge: GroupForge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is being replaced."""
+    reach, failures = forge._store, [distributed.DistNetworkError("connection refused") for _ in range(3)]
+
+    def store(*args: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return reach(*args)
+
+    monkeypatch.setattr(forge, "_store", store)
+    peer = rollout.comes(0, 0)
+    assert sum_of(group_of(forge), peer.result(WAIT_TIMEOUT)) == 3
+    assert failures == []
+
+
 def test_a_group_is_kept_as_long_as_its_generations(
     actor: Actor, rollout: Rollout, forge: GroupForge
 ) -> None:
