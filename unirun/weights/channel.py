@@ -16,6 +16,7 @@ from torch import nn
 
 from unirun.errors import PeerLost, UsageError, WeightsTimeout, WireError
 from unirun.roles.context import Context, at_exit, init
+from unirun.values import WorkerId
 from unirun.weights.hub import MAX_WAIT_SECONDS, Holder, hub_of
 from unirun.weights.messages import Fetched, Peek
 from unirun.weights.pairing import BACKENDS, PairGroup
@@ -93,6 +94,8 @@ class WeightsChannel:
         me = self._context.session.me
         self._name = f"{me} {me.incarnation}"
         self._sources: dict[tuple[str, int], RemoteSource] = {}
+        # The workers whose connection has ended last.
+        self._lost: dict[tuple[str, int], WorkerId] = {}
         self._lines: dict[int, PeerConnection] = {}
         self._peeking = threading.Lock()
         self._telling = threading.Lock()
@@ -388,17 +391,17 @@ class WeightsChannel:
 
     def _source(self, role: str, rank: int, deadline: float) -> RemoteSource | None:
         """The worker of a rank, if it can be reached. Raises `PeerLost` when it has ended for good."""
-        known = self._sources.get((role, rank))
+        known = self._sources.pop((role, rank), None)
         line = self._hub.line(role, rank, known.line if known is not None else None)
-        if line is None:
-            return None
         if known is not None and line is known.line:
+            self._sources[role, rank] = known
             return known
         if known is not None:
             known.unlink()
-            if line.who == known.who and not self._answers(line, deadline):
-                # It has died, and the news of it come.
-                return None
+            self._lost[role, rank] = known.who
+        if line is None or (self._lost.get((role, rank)) == line.who and not self._answers(line, deadline)):
+            # It has died, and perhaps the news of it come.
+            return None
         publishes = role == self.publisher
         here = publishes and self._hub.is_here(line)
         host = self._context.node if publishes and not here else ""
