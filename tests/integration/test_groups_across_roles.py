@@ -235,6 +235,7 @@ class TestAGroup:
             ctx = unirun.init()
             group = ctx.group("actor", "rollout")
             if ctx.incarnation:
+                dist.barrier(group=group)
                 raise SystemExit
             print("formed", ctx.role, os.getpid(), flush=True)
             if ctx.role == "rollout":
@@ -244,7 +245,8 @@ class TestAGroup:
                 dist.recv(torch.zeros(1), src=(ctx.rank + 1) % 3, group=group)
             except RuntimeError:
                 print("broken", time.time(), flush=True)
-            ctx.group("actor", "rollout")
+            # No member ends while another one still connects to it.
+            dist.barrier(group=ctx.group("actor", "rollout"))
             """
             ),
         )
