@@ -30,7 +30,7 @@ from unirun.observe.events import (
     term_of,
     too_late,
 )
-from unirun.observe.jobdir import JobDir, directories_of_nodes
+from unirun.observe.jobdir import JobDir, directories_of_nodes, file_of
 from unirun.observe.spans import SPANS, TraceSpan, read_spans
 from unirun.observe.status import ENDED, JobStatus, read_status, read_summary
 from unirun.observe.trace import MetricRow, offsets, trace_events
@@ -244,8 +244,8 @@ def spans_of(job: JobDir, status: JobStatus) -> dict[WorkerId, list[TraceSpan]]:
         for worker in role.workers:
             for incarnation in range(worker.incarnation + 1):
                 who = WorkerId(role.name, worker.rank, incarnation)
-                for folder in (job, *directories_of_nodes(job)):
-                    found.setdefault(who, []).extend(read_spans(folder.worker_logs(who) / SPANS))
+                if (path := file_of((job, *directories_of_nodes(job)), who, SPANS)) is not None:
+                    found[who] = [*read_spans(path)]
     return {who: spans for who, spans in found.items() if spans}
 
 

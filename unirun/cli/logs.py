@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from unirun.cli.stored import find_here
 from unirun.errors import JobElsewhere, JobError, UsageError
 from unirun.observe.batchjob import read_batch
-from unirun.observe.jobdir import JobDir, directories_of_nodes
+from unirun.observe.jobdir import JobDir, directories_of_nodes, file_of
 from unirun.observe.status import ENDED, read_status, read_summary
 from unirun.values import WorkerId
 
@@ -145,11 +145,10 @@ def _files(
                 continue
             here = [folder.worker_logs(WorkerId(role.name, worker.rank, 0)).parent for folder in folders]
             for incarnation in _incarnations(here, worker.incarnation) if every else [worker.incarnation]:
+                one = WorkerId(role.name, worker.rank, incarnation)
                 for name in names:
-                    for folder in folders:
-                        path = folder.worker_logs(WorkerId(role.name, worker.rank, incarnation)) / name
-                        if path.is_file():
-                            yield path, f"[{role.name}:{worker.rank}] ".encode()
+                    if (path := file_of(folders, one, name)) is not None:
+                        yield path, f"[{role.name}:{worker.rank}] ".encode()
 
 
 def _incarnations(folders: Sequence[Path], latest: int) -> list[int]:
@@ -181,7 +180,7 @@ def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -
     follower = LogFollower(shared=read_batch(job) is not None)
     stopped = threading.Event()
     failed: list[OSError] = []
-    seen: set[Path] = set()
+    seen: set[tuple[str, ...]] = set()
 
     def sink(prefix: bytes) -> Callable[[bytes], None]:
         def put(data: bytes) -> None:
@@ -198,8 +197,10 @@ def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -
         while True:
             ended = read_summary(job).phase in ENDED
             for path, prefix in _files(job, who, names, every=True):
-                if path not in seen:
-                    seen.add(path)
+                # The copy of a file may come after it.
+                log = path.parts[-4:]
+                if log not in seen:
+                    seen.add(log)
                     with open(path, "rb") as file:
                         start = 0 if lines is None else start_of_last(file, lines)
                     follower.follow(path, sink(prefix), start=start)

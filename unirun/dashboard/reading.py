@@ -135,7 +135,7 @@ def log_files(job: JobDir, status: JobStatus, role: str, rank: int) -> list[Rank
     """The logs of one rank, of every attempt and incarnation, the oldest first. Raises `JobError` for a rank that the
     job does not have."""
     _check(status, role, rank)
-    found = []
+    found: dict[tuple[int, int, str], RankLog] = {}
     for attempt, folders in enumerate(_folders(job)):
         for number, folder in enumerate(folders):
             above = folder.worker_logs(WorkerId(role, rank, 0)).parent
@@ -143,8 +143,10 @@ def log_files(job: JobDir, status: JobStatus, role: str, rank: int) -> list[Rank
                 for stream in STREAMS:
                     size = _size(above / str(incarnation) / f"{stream}.log")
                     if size is not None:
-                        found.append(RankLog(attempt, number, incarnation, stream, size))
-    return sorted(found, key=lambda each: (each.attempt, each.incarnation, each.stream, each.folder))
+                        # Where hosts share the home directory, the first folder may have a copy of the others.
+                        log = RankLog(attempt, number, incarnation, stream, size)
+                        found.setdefault((attempt, incarnation, stream), log)
+    return [found[key] for key in sorted(found)]
 
 
 def log_path(job: JobDir, status: JobStatus, role: str, rank: int, log: RankLog) -> Path:

@@ -40,7 +40,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -486,6 +486,12 @@ def directories_of_nodes(job: JobDir, attempt: int | None = None) -> list[JobDir
     return [
         each for each in map(JobDir, sorted(found)) if (each.path / "uid").exists() and each.uid == run.uid
     ]
+
+
+def file_of(folders: Iterable[JobDir], who: WorkerId, name: str) -> Path | None:
+    """Return the file `name` of a worker, of the first of `folders` that has it, or None. Where hosts share the home
+    directory, that of the job may have a copy of what that of a node has."""
+    return next(filter(Path.is_file, (folder.worker_logs(who) / name for folder in folders)), None)
 
 
 def jobs_of_nodes() -> Iterator[JobDir]:

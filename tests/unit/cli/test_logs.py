@@ -19,6 +19,7 @@ from tests.unit.failover.job import Job
 from tests.unit.observe.ending_job import ending
 from unirun.cli import logs
 from unirun.cli.logs import start_of_last
+from unirun.dashboard.reading import log_files
 from unirun.failover.status_views import status_of
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import read_status, write_status
@@ -76,6 +77,23 @@ def test_all_incarnations_are_those_that_have_logs(
     edit(job, '"incarnation":0', '"incarnation":1000000000000')
     assert run_cli("logs", job.run_id, "--all") == 0
     assert capfdbinary.readouterr().out == b"[actor:1] 0\n[actor:1] 7\n[actor:1] 10\n"
+
+
+def test_a_log_and_its_copy_are_shown_once(job: JobDir, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    """Hosts that share the home directory: the command's copy is beside what the nodes have written."""
+    node, lock = create_job(job.run_id, new_token(), uid=job.uid, node="n1")
+    os.close(lock)
+    for directory, ranks in ((job, (0,)), (node, (0, 1))):
+        for rank in ranks:
+            folder = directory.worker_logs(WorkerId("actor", rank, 0))
+            folder.mkdir(parents=True)
+            (folder / "stdout.log").write_text(f"{rank}\n")
+    assert run_cli("logs", job.run_id) == 0
+    assert capfdbinary.readouterr().out == b"[actor:0] 0\n[actor:1] 1\n"
+    write_status(job, replace(read_status(job), phase="succeeded", ended=2.0, code=0))
+    assert run_cli("logs", "-f", job.run_id) == 0
+    assert sorted(capfdbinary.readouterr().out.splitlines()) == [b"[actor:0] 0", b"[actor:1] 1"]
+    assert [each.size for each in log_files(job, read_status(job), "actor", 0)] == [2]
 
 
 def test_a_large_log_takes_no_memory(job: JobDir, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
