@@ -202,8 +202,10 @@ def _pairs(text: str, faults: list[Fault]) -> dict[str, list[str]]:
         name, equals, value = (part.strip() for part in item.partition("="))
         name = name.removeprefix("--").replace("-", "_")
         key = _OTHER_NAMES.get(name, name)
-        where = f"--slurm {name}"
-        if not equals or not value:
+        where = f"--slurm {name}".rstrip()
+        if not name:
+            faults.append(Fault(where, f"{text!r:.80} has an item without a name", "write nodes=4,time=60"))
+        elif not equals or not value:
             missing = f"nodes={name}" if natural(name) is not None else f"{name}=…"
             faults.append(Fault(where, "it has no value", f"write {missing}"))
         elif key not in _FORMS:

@@ -75,6 +75,8 @@ def test_later_components_have_the_partition_and_the_time_of_the_first() -> None
         (["node=4"], "--slurm node: unknown key; did you mean 'nodes'?"),
         (["nodes"], "--slurm nodes: it has no value; write nodes=…"),
         (["nodes="], "--slurm nodes: it has no value"),
+        ([""], "--slurm: '' has an item without a name; write nodes=4"),
+        (["nodes=2,=3"], "--slurm: 'nodes=2,=3' has an item without a name"),
         (["nodes=0"], "--slurm nodes: expected a number of nodes, or MIN-MAX: nodes=4, found '0'"),
         (["nodes=2,nodes=3"], "--slurm nodes: it is there twice: 2 and 3"),
         (
