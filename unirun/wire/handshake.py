@@ -44,8 +44,9 @@ def new_token() -> Token:
     return Token(os.urandom(32))
 
 
-def load_token(path: Path) -> Token:
-    """Read the token in `path`. Raises `JobError` when it is missing, malformed, or readable by other users."""
+def load_token(path: Path, remedy: str = "") -> Token:
+    """Read the token in `path`. Raises `JobError` when it is missing, malformed, or readable by other users. `remedy`
+    is that for a file which the user has made."""
     try:
         info = path.stat()
         if not stat.S_ISREG(info.st_mode):
@@ -53,11 +54,14 @@ def load_token(path: Path) -> Token:
         mode = info.st_mode & 0o077
         token = bytes.fromhex(path.read_text().strip())
     except (OSError, ValueError) as error:
-        raise JobError(f"no token can be read from {path}: {error}", "is the job still there?") from error
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise JobError(
+            f"no token can be read from {path}: {problem}", remedy or "is the job still there?"
+        ) from error
     if mode:
         raise JobError(f"{path} can be read by others (mode {mode:03o})", f"chmod 600 {path}")
     if len(token) != 32:
-        raise JobError(f"{path} holds {len(token)} bytes, expected 32", "start the job again")
+        raise JobError(f"{path} holds {len(token)} bytes, expected 32", remedy or "start the job again")
     return Token(token)
 
 

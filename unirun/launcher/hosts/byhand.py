@@ -140,8 +140,9 @@ def shared_secret(path: str | None, *, make: bool, timeout: float) -> Token:
     The head makes the default file when it is missing (`make`); the other nodes, which may share the directory, wait
     for it for `timeout` seconds. Raises `JobError`, also when others can read the file.
     """
+    remedy = "make one with: (umask 077; openssl rand -hex 32 >token), and copy it to all nodes"
     if path is not None:
-        return load_token(Path(path))
+        return load_token(Path(path), remedy)
     file = unirun_home() / "token"
     if make:
         _make(file)
@@ -153,7 +154,7 @@ def shared_secret(path: str | None, *, make: bool, timeout: float) -> Token:
             f"{file} is missing, the secret that this node proves to the head",
             "copy it from the head (mode 600), or name one with --token-file",
         )
-    return load_token(file)
+    return load_token(file, remedy)
 
 
 def token_of_job(secret: Token, name: str) -> Token:

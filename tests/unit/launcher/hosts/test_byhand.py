@@ -188,6 +188,20 @@ def test_a_node_that_is_ready_and_then_dismissed_keeps_no_directory_of_the_job(t
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("written", [None, "", "no secret"])
+def test_a_file_without_a_secret_is_told_with_the_command_that_makes_one(
+    written: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "secret"
+    if written is not None:
+        file.touch(mode=0o600)
+        file.write_text(written)
+    with pytest.raises(JobError) as caught:
+        shared_secret(str(file), make=False, timeout=0.0)
+    assert caught.value.problem.count(str(file)) == 1
+    assert "openssl rand -hex 32" in caught.value.remedy
+
+
 @pytest.mark.parametrize("after", [0.0, 5.0, 59.0, 61.0])
 @pytest.mark.parametrize("make", [False, True])
 def test_the_nodes_wait_for_the_secret_that_the_head_makes(
