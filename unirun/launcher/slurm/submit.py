@@ -280,7 +280,8 @@ def submit(
     called with what sbatch says besides the job's id.
 
     Raises `JobError` when a job of this id runs or sbatch refuses the script, `RendezvousError` when Slurm does not
-    answer, `UsageError` without Slurm. Then the directory is removed.
+    answer, `UsageError` without Slurm, OSError when the batch job cannot be recorded, and is cancelled. Then the
+    directory is removed.
     """
     job, script = job_at(spec.run_id), batch_script(options, batch)
     try:
@@ -292,7 +293,11 @@ def submit(
         told = ask_slurm("sbatch", "--parsable", str(job.batch / SCRIPT), environ=environ, tell=tell)
         # With a cluster's name: 12;cluster.
         submitted = told.strip().partition(";")[0]
-        write_batch(job, submitted)
+        try:
+            write_batch(job, submitted)
+        except OSError:
+            cancel(submitted)
+            raise
     except (UnirunError, OSError):
         shutil.rmtree(job.path, ignore_errors=True)
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -99,3 +100,24 @@ def test_a_job_that_runs_is_not_submitted_again_and_one_that_has_ended_makes_roo
     assert asked == [("sbatch", "--parsable", str(job.batch / SCRIPT))]
     assert not (job.path / "token").exists()
     assert (job.batch / SCRIPT).read_text() == batch_script(options, batch)
+
+
+def test_a_batch_job_of_which_nothing_can_be_written_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has become full. Nobody would know the job."""
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
+    spec = JobSpec("job", "run-1", (RoleSpec("actor", 1, Entry("script", "a.py")),), ("actor",))
+    options = parse_slurm(["nodes=1"])
+    asked: list[tuple[str, ...]] = []
+
+    def ask(*words: str, **_: object) -> str:
+        asked.append(words)
+        if words[0] == "sbatch":
+            shutil.rmtree(Path(words[-1]).parent)
+        return "12\n"
+
+    monkeypatch.setattr(submitting, "ask_slurm", ask)
+    with pytest.raises(OSError, match="No such file"):
+        submit(spec, options, batch_of(spec, options, ("a.py",), ("unirun",)), lambda _: None)
+    assert asked[1:] == [("scancel", "12")]
