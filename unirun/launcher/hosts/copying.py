@@ -266,7 +266,11 @@ def make_current(job: JobDir) -> None:
     """Let the copy have what the hosts have written, if nobody copies. Hosts that do not answer are not waited for."""
     if not recorded_hosts(job) or job.alive():
         return
-    told = _start(job)
+    try:
+        told = _start(job)
+    except OSError as error:
+        report(f"unirun: the copy of what its hosts have written is not current: {error.strerror}")
+        return
     try:
         if not select.select([told], [], [], CATCH_UP_TIMEOUT)[0]:
             gave_up("the copy of what its hosts have written", CATCH_UP_TIMEOUT)
@@ -275,20 +279,32 @@ def make_current(job: JobDir) -> None:
 
 
 def _start(job: JobDir, lock: int | None = None) -> int:
-    """Start the copying process. Returns a pipe that it closes when the copy is current."""
-    ours, theirs = os.pipe()
-    handles = [theirs] if lock is None else [theirs, lock]
-    command = [sys.executable, "-P", "-m", "unirun.launcher.hosts.copying", job.run_id, *map(str, handles)]
+    """Start the copying process. Returns a pipe that it closes when the copy is current. Raises OSError."""
     with open(job.path / "copy.log", "ab") as log:
-        subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=handles,
-            start_new_session=True,
-        )
-    os.close(theirs)
+        ours, theirs = os.pipe()
+        handles = [theirs] if lock is None else [theirs, lock]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "unirun.launcher.hosts.copying",
+            job.run_id,
+            *map(str, handles),
+        ]
+        try:
+            subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=handles,
+                start_new_session=True,
+            )
+        except OSError:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)
     return ours
 
 

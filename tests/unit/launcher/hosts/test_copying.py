@@ -178,3 +178,16 @@ def test_a_process_that_goes_on_copying_has_the_lock(home: Path, process: type[F
     for handle in process.kept:
         os.close(handle)
     assert not job.alive()
+
+
+def test_a_copy_that_cannot_be_made_current_is_read_as_it_is(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The disk is full, for example."""
+    job = copy(HEAD)
+    record_hosts(job, [Host("h1", "h1")])
+    (job.path / "copy.log").mkdir()
+    before = descriptors()
+    copying.make_current(job)
+    assert "the copy of what its hosts have written is not current: Is a directory" in capsys.readouterr().err
+    assert descriptors() == before
