@@ -9,6 +9,8 @@ from msgspec.structs import replace
 
 from tests.effort import examples
 from tests.unit.failover.job import KILL, Job
+from unirun.collocation import parse_fake
+from unirun.collocation.graph import Edge
 from unirun.errors import IllegalTransition
 from unirun.failover.context import decode, encode, urgent
 from unirun.failover.state import JobState
@@ -164,3 +166,17 @@ class TestAFailure:
     def test_a_failure_that_nobody_feels_is_told_alone(self) -> None:
         found = job().exits("logger", 0, by=KILL).on(WorkerRunning(WorkerId("actor", 0, 0), 0))
         assert "affected" not in found.records
+
+    def test_a_failure_is_handled_though_a_role_has_fewer_ranks_than_its_edges_were_checked_for(self) -> None:
+        """one_to_one from 4 ranks to 3 is a fault of a spec, and this one is of 4 to 2:4."""
+        found = Job(
+            {"actor": 4, "rollout": 4},
+            restarts={"actor": 1},
+            least={"rollout": 2},
+            inventory=parse_fake("fake:devices=7"),
+        )
+        edges = (Edge("actor", "rollout", kind="one_to_one"),)
+        found.state = replace(found.state, spec=replace(found.state.spec, edges=edges))
+        assert found.state.sizes == {"actor": 4, "rollout": 3}
+        found.running().exits("actor", 3, by=KILL)
+        assert found.state.roles["actor"].restarts == 1

@@ -234,7 +234,9 @@ def declared(spec: JobSpec) -> RoleGraph:
         trainers = (role.name for role in spec.roles if role.entry.kind == "trainer")
         workloads = [role.name for role in spec.roles if role.entry.kind == "workload"]
         edges = tuple(Edge(trainer, workload, kind="") for trainer in trainers for workload in workloads)
-    graph = graph_of({role.name: role.count for role in spec.roles}, edges)
+    # A role that was placed with fewer ranks than it may have is checked with these: its job was let in with them.
+    graph_of({role.name: max(role.count, role.most or 0) for role in spec.roles}, edges)
+    graph = _graph({role.name: role.count for role in spec.roles}, edges)
     programs = {role.name: _program(role.entry) for role in spec.roles}
     return replace(graph, roles=tuple(replace(role, program=programs[role.name]) for role in graph.roles))
 
@@ -249,11 +251,15 @@ def graph_of(counts: Mapping[str, int], edges: Iterable[Edge]) -> RoleGraph:
     An edge without a kind is ``one_to_one`` between equal counts, ``scatter`` from one rank, ``gather`` to one rank,
     and else ``all_to_all``.
     """
-    roles = tuple(Role(name, count) for name, count in counts.items())
-    graph = RoleGraph(roles, tuple(replace(e, kind=e.kind or _usual_kind(counts, e)) for e in edges))
+    graph = _graph(counts, edges)
     if found := faults(graph):
         raise SpecError(found)
     return graph
+
+
+def _graph(counts: Mapping[str, int], edges: Iterable[Edge]) -> RoleGraph:
+    roles = tuple(Role(name, count) for name, count in counts.items())
+    return RoleGraph(roles, tuple(replace(e, kind=e.kind or _usual_kind(counts, e)) for e in edges))
 
 
 def _usual_kind(counts: Mapping[str, int], edge: Edge) -> EdgeKind:
