@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from unirun.errors import ChannelError
+from unirun.errors import ChannelError, UsageError
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.calls.policy import invocations
@@ -30,6 +30,7 @@ from unirun.roles.transport.protocol import (
     own,
 )
 from unirun.roles.workload import BaseTrainer, BaseWorkload, MasterHandle, bind
+from unirun.spec.roles import TRAINER
 from unirun.values import WorkerId
 from unirun.wire.messages import RoleBrief, RoleView, View, Welcome, WorkerView
 from unirun.wire.reporting import report_error
@@ -156,14 +157,20 @@ def run_in_process(
     ``run_in_process(PPOTrainer, {"actor": (Actor, 2)}, {"steps": 3})``. Each worker is a thread, so breakpoints work.
     Arguments and results are copied as in a real job, and so is what goes through a `WeightsChannel` or a `Queue` that
     names its roles. There are no process groups (torch has one per process), no restarts, and no environment per role.
-    Raises what `setup`, `init` or `fit` raises.
+    Raises what `setup`, `init` or `fit` raises, and `UsageError` for a role without ranks or one called ``trainer``.
     """
     from omegaconf import OmegaConf
 
+    for role, (_, count) in workloads.items():
+        if role == TRAINER or count < 1:
+            problem = "is that of the trainer" if role == TRAINER else f"has {count} ranks"
+            raise UsageError(
+                f"role {role!r} {problem}", "rename it" if role == TRAINER else "give it 1 or more"
+            )
     settings = OmegaConf.create(dict(config or {}))
     job = _Job(workloads, json.dumps(OmegaConf.to_container(settings), default=str))
-    transport, peers = InprocTransport(), job.peers("trainer", 0)
-    caller = Caller(WorkerId("trainer", 0, 0), peers, transport, call_timeout=CALL_TIMEOUT)
+    transport, peers = InprocTransport(), job.peers(TRAINER, 0)
+    caller = Caller(WorkerId(TRAINER, 0, 0), peers, transport, call_timeout=CALL_TIMEOUT)
     with contextlib.ExitStack() as ends:
         ends.callback(transport.close)
         ends.callback(caller.close)
@@ -188,7 +195,7 @@ class _Job:
     """The workers of the job, as all of its threads see them."""
 
     def __init__(self, workloads: Mapping[str, tuple[type[BaseWorkload], int]], config: str) -> None:
-        counts = {role: count for role, (_, count) in workloads.items()} | {"trainer": 1}
+        counts = {role: count for role, (_, count) in workloads.items()} | {TRAINER: 1}
         self._lock = threading.RLock()
         self._views = {
             role: RoleView(

@@ -12,6 +12,7 @@ import torch
 
 import unirun
 from unirun import BaseTrainer, BaseWorkload, run_in_process
+from unirun.errors import UsageError
 from unirun.roles.context import Context, acting
 from unirun.roles.peers import lone_peers
 
@@ -85,6 +86,18 @@ def test_no_thread_is_left_that_could_outlive_the_interpreter(trainer: type[Base
     with contextlib.suppress(KeyError):
         assert run_in_process(trainer, {"adder": (Later, 2)}) == [0, 1]
     assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize(
+    ("role", "count", "words"),
+    [
+        ("trainer", 2, "'trainer' is that of the trainer; rename it"),
+        ("adder", 0, "'adder' has 0 ranks; give it 1"),
+    ],
+)
+def test_a_role_that_cannot_be_is_refused(role: str, count: int, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        run_in_process(Sum, {role: (Adder, count)}, {"factor": 2})
 
 
 class Leaver(Adder):
