@@ -566,7 +566,7 @@ class Caller:
 
     def _fail(self, call: Call, attempt: int) -> None:
         """A moment after the first error. Before a call is made again, all its workers must have left it."""
-        if attempt != call.attempt or (call.retries > 0 and call.interrupted):
+        if call.over or attempt != call.attempt or (call.retries > 0 and call.interrupted):
             return
         for index, connection in enumerate(self._connections_of(call)):
             if not call.has(index) and (connection is None or connection.reconnecting):

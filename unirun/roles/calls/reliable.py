@@ -24,7 +24,8 @@ Part = tuple[Call, int]
 
 
 class ReliableConnection:
-    """A connection to one worker's process. It is opened with the first call, and again as long as calls are open."""
+    """A connection to one worker's process. It is opened with the first call, and again as long as calls are open, or
+    are given up and the worker may not know it."""
 
     def __init__(
         self,

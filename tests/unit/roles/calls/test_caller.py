@@ -319,6 +319,31 @@ def test_an_error_is_told_when_a_worker_that_could_not_be_reached_turns_out_to_l
         ref.result(0)
 
 
+class Replaced(Debugged):
+    """A directory of two ranks, of which the first may get another worker."""
+
+    incarnation = 0
+
+    def find(self, role: str, rank: int) -> Peer:
+        return Peer(WorkerId(role, rank, 0 if rank else self.incarnation), "here")
+
+
+def test_a_call_that_is_over_at_its_deadline_is_not_looked_at_any_more() -> None:
+    """It has failed in one worker, and the other one could not be reached."""
+    clock, fake_transport, directory = FakeClock(), FakeTransport(), Replaced()
+    fake_transport.unreachable = {0}
+    caller, changed = caller_of(directory, fake_transport, clock)
+    ref = caller.invoke(caller.method("actor", "step", Invocation(blocking=False)), (), {})
+    fake_transport.open[1].pop()(failure(ValueError("bad")))
+    while not ref.done():
+        assert clock.run_next()
+    directory.incarnation = 1
+    changed()
+    steps = clock.steps
+    while clock.run_next():
+        assert clock.steps < steps + 100
+
+
 def test_a_call_that_is_refused_says_for_which_generation_it_was_made() -> None:
     clock, fake_transport, directory = FakeClock(), FakeTransport(), Pair()
     directory.generation = 1
