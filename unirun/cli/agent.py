@@ -125,9 +125,9 @@ def _master(url: str, run_id: str) -> Address:
 
 def drain(options: Any) -> int:
     """Take a node out of a running job. Returns the exit code."""
-    node = options.node
-    job = find_here(options.store, options.job or only_one(options.store, "agent drain"), "agent drain")
-    refuse_elsewhere(job, f"agent drain {node}")
+    node, command = options.node, f"agent drain {options.node}"
+    job = find_here(options.store, options.job or only_one(options.store, command), command)
+    refuse_elsewhere(job, command)
     end, asked = time.monotonic() + DRAIN_TIMEOUT, False
     while time.monotonic() < end:
         if read_summary(job).phase in ENDED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from unirun.cli.commands import call
 from unirun.errors import ConnectionLost, JobError, UsageError
 from unirun.failover.nodes import RETRY_REMEDY, has_left
 from unirun.observe.status import JobStatus, write_status
+from unirun.rendezvous.creation import create_job
 from unirun.wire.blocking import BlockingStream
+from unirun.wire.handshake import new_token
 from unirun.wire.messages import Attach, Drain, Drained
 
 
@@ -54,6 +57,18 @@ def test_a_node_of_no_job_cannot_be_drained(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.delenv("UNIRUN_STORE", raising=False)
     with pytest.raises(JobError):
         call("agent", ["drain", "h2"])
+
+
+def test_what_is_to_be_called_to_drain_a_node_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
+    monkeypatch.delenv("UNIRUN_STORE", raising=False)
+    locks = [create_job(run_id, new_token())[1] for run_id in ("run-1", "run-2")]
+    with pytest.raises(UsageError, match="2 jobs run: run-1, run-2; name one: unirun agent drain h2 JOB"):
+        call("agent", ["drain", "h2"])
+    for lock in locks:
+        os.close(lock)
 
 
 @pytest.mark.parametrize("options", [(), ("--hosts", "h1")])
