@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tests.browser.conftest import RECORDED, Visit
 from tests.integration.harness import Running, Unirun
+from tests.unit.dashboard.recorded import record
+from unirun.observe.events import EventLog
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs/pictures"
@@ -148,6 +152,22 @@ def test_a_log_is_followed(running: Running, visit: Open) -> None:
         "shown => document.querySelector('pre[aria-label=Log]').textContent.split('step ').length > shown + 2",
         arg=shown,
     )
+
+
+def test_a_job_that_takes_the_id_of_another_one_is_shown_with_its_own_events(
+    command: Unirun, visit: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNIRUN_HOME", str(command.home))
+    job = record("taken", phase="running")
+    made = visit()
+    made.view("job", "taken", "events")
+    made.page.wait_for_selector("text=actor:1 failed")
+    shutil.rmtree(job.path)
+    second = record("taken", role="critic", phase="running")
+    with closing(EventLog(second.events, 2)) as log:
+        log.write("decision", "of the second job")
+        made.page.wait_for_selector("text=of the second job")
+    assert made.page.locator("text=actor:1 failed").count() == 0
 
 
 def test_trials_of_experiments_lead_to_their_jobs(visit: Open) -> None:

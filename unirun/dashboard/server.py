@@ -198,7 +198,8 @@ Query = dict[str, str]
 
 
 async def _job_news(job: WatchedJob, number: int) -> AsyncIterator[dict[str, Any] | None]:
-    """The news of a job: the whole of it at first, then changes; and its events from a number on."""
+    """The news of a job: the whole of it at first, then changes; and its events from a number on. They end when its
+    files are gone, though another job may have taken its id: nothing of that belongs to what the page has."""
     stamp: Any = None
     shown: Plain = {}
     while True:

@@ -102,7 +102,9 @@ class WatchedJob:
 
     def stamp(self) -> tuple[int, ...]:
         """Changes when one of the files has, or the job may be lost. Its first number is the time of the state in ns.
-        Raises `JobError`."""
+        Raises `JobError`, also when another job has taken the id."""
+        if birth(self.job) != self.born:
+            raise JobError(f"job {self.job.run_id} is gone", "another one may have taken its id")
         return (*self._status.stamp(), _size(self.job.events) + _size(self.job.metrics))
 
     @property

@@ -7,6 +7,7 @@ import fcntl
 import http.client
 import json
 import os
+import shutil
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
@@ -314,6 +315,24 @@ def test_a_page_that_puts_changes_into_what_it_shows_shows_the_job_as_it_is(
         patch.setattr(server, "LOOK_SECONDS", 0.0)
         patch.setattr(server, "LOOK_SHARE", 0)
         asyncio.run(follow())
+
+
+def test_the_news_of_a_job_end_when_another_one_takes_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = record("job-1")
+    watched = WatchedJob(job)
+    monkeypatch.setattr(server, "LOOK_SECONDS", 0.0)
+
+    async def told() -> list[dict[str, Any] | str | None]:
+        page = _job_news(watched, 0)
+        await anext(page)
+        shutil.rmtree(job.path)
+        record("job-1")
+        return [await anext(page, "the end") for _ in range(2)]
+
+    assert asyncio.run(told()) == [
+        {"gone": "job job-1 is gone; another one may have taken its id"},
+        "the end",
+    ]
 
 
 class Crowd:

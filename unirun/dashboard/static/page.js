@@ -131,9 +131,25 @@ const FAILED_SHOWN = 2500;
 // Whether a rank has failed a moment ago: it may be there again before anybody has seen that.
 page.hasFailed = (role, rank) => (page.failedLately.get(`${role}:${rank}`) ?? 0) > Date.now();
 
+const AGAIN = 1000;
+
+// Shows the job that has an id now: that of a job that is gone may be another one's. Its events are none of the first.
+const showAgain = async (id) => {
+  const found = await page.get(`/api/jobs/${encodeURIComponent(id)}`).catch(() => null);
+  if (page.job?.run_id !== id || followed !== "") return;
+  if (found === null) {
+    setTimeout(showAgain, AGAIN, id);
+    return;
+  }
+  page.job = found;
+  page.redraw();
+};
+
 const applyNews = (news) => {
   if (news.gone) {
     tellLive(news.gone, "lost");
+    page.unfollow();
+    setTimeout(showAgain, AGAIN, page.job.run_id);
     return;
   }
   const change = news.change ?? {};
