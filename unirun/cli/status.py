@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import sys
 import termios
 import time
@@ -19,7 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from unirun.cli.logs import start_of_last
-from unirun.cli.output import age, megabytes, print_table, tell
+from unirun.cli.output import age, megabytes, print_table, screen_width, tell
 from unirun.cli.stored import StoredJob, find_here, find_status
 from unirun.errors import UnirunError
 from unirun.launcher.foreground.terminal import is_screen, say, warn
@@ -302,7 +301,8 @@ def show_top(options: Any) -> int:
     followed = [Followed(job) for job in jobs]
     choice = TopView(options.sort, options.filter, jobs=tuple(job.run_id for job in jobs))
     if options.once or not (sys.stdin.isatty() and is_screen(sys.stdout)):
-        width = shutil.get_terminal_size((80, 24)).columns
+        # A program that reads it gets whole lines, as those of tables.
+        width = screen_width() or sys.maxsize
         for line in frame(followed[0].look(choice), followed[0].meters, choice, width, 1000)[:-1]:
             say(line.text.rstrip())
         return 0

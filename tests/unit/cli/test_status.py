@@ -111,6 +111,19 @@ def test_keys_that_are_pressed_at_once_all_count_and_put_off_no_frame(
     assert set(waits) == {0, 1.0}
 
 
+@pytest.mark.parametrize(("columns", "ends"), [("", "the end\n"), ("60", "…\n")])
+def test_a_program_that_reads_a_frame_gets_whole_lines_unless_it_says_how_long(
+    columns: str, ends: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    job, lock = create_job("job-1", new_token())
+    os.close(lock)
+    write_status(job, JobStatus("job-1", "job", "failed", f"{'x' * 200} the end", 1.0, 2.0, 1, ()))
+    assert run_cli("top", "job-1", "--once") == 0
+    (reason,) = (each for each in capsys.readouterr().out.splitlines(True) if each.startswith("reason: "))
+    assert reason.endswith(ends)
+
+
 def test_a_terminal_that_cannot_be_drawn_on_gets_one_frame(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +137,7 @@ def test_a_terminal_that_cannot_be_drawn_on_gets_one_frame(
 
     monkeypatch.setattr(select, "select", waits)
     monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     with os.fdopen(slave) as terminal:
         monkeypatch.setattr(sys, "stdin", terminal)
