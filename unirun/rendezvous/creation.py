@@ -260,6 +260,9 @@ def clear_here(job: JobDir) -> int:
         if job.alive():
             raise JobError(f"job {job.run_id} is running", f"stop it with: unirun stop {job.run_id}")
         freed = 0
+        if not os.path.lexists(job.path):
+            # Another gc was quicker.
+            return freed
         try:
             # The job directory is removed last: it is needed to find the rest after a failure.
             for path in _directories(job):

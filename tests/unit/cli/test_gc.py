@@ -92,6 +92,13 @@ class TestHere:
         assert gc("--older-than", "0s") == 0
         assert not made.path.exists()
 
+    def test_a_job_that_another_gc_has_removed_meanwhile_is_no_error(
+        self,
+    ) -> None:
+        made = job("a")
+        assert creation.clear_here(made) > 0
+        assert creation.clear_here(made) == 0
+
     def test_gc_removes_directories_of_which_a_part_is_left(self) -> None:
         # A gc that was interrupted, or a full disk, leaves directories without a uid.
         whole = job("whole")
