@@ -143,9 +143,10 @@ def obstructed(state: JobState, role: RoleState) -> bool:
     if any(state.has_to_leave(role, worker) for worker in role.live):
         return True
     places = state.placement.of_role(role.name)
-    wanted = {place.node for place, worker in zip(places, role.workers, strict=False) if not worker.live}
+    starts = [place for place, worker in zip(places, role.workers, strict=False) if not worker.live]
+    slots = {(place.node, slot) for place in starts for slot in place.own}
     return any(
-        worker.node in wanted and state.has_to_leave(other, worker)
+        not slots.isdisjoint((worker.node, slot) for slot in worker.own) and state.has_to_leave(other, worker)
         for other in state.roles.values()
         for worker in other.live
     )

@@ -19,6 +19,7 @@ from unirun.failover.policy import LONGEST_DELAY
 from unirun.failover.readiness import waiting_to_start
 from unirun.failover.state import NEVER, JobPhase, RolePhase
 from unirun.failover.step import step
+from unirun.spec.job import Entry, RoleSpec
 from unirun.values import RankAddress, WorkerId
 from unirun.wire.messages import Reserve, StartRole, Stop, View
 from unirun.wire.reports import FromWorker, Health, Notice, Placed, StoreEnded
@@ -339,6 +340,13 @@ class TestRestarts:
         job.on(StoreEnded("engine", 1, job.now, "it was killed"))
         assert job.ended == [("engine", [0], TERM), ("engine", [1], TERM)]
         assert job.obey().phases() == {"train": "running", "engine": "failed"}
+
+    def test_restarts_do_not_wait_for_a_service_that_ends_on_other_slots(self) -> None:
+        scripts = RoleSpec("train", 1, Entry("script", "a.py"), max_restarts=1)
+        engine = service(count=2, group=2, optional=True, max_restarts=0)
+        job = Services(engine, scripts).up().dies("engine", 0)
+        assert job.ended == [("engine", [1], TERM)]
+        assert job.dies("train").begun == [("train", [0])]
 
     def test_restarts_of_a_group_are_of_all_its_ranks(self) -> None:
         job = Services(service(count=4, group=2), program()).up().dies(rank=3)
