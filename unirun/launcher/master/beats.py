@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -143,6 +143,12 @@ class HeartbeatMonitor:
             end = began + max(delay, REJOIN_TIMEOUT) if self._joined is None else self._joined + delay
             return end - GIVE_UP_DELAY - self._running_time()
 
+        def give_up(away: Sequence[str]) -> None:
+            apply(event)
+            # Nothing else removes the marks of those that have joined in the meantime.
+            if joined := [node for node in away if self.hears(node)]:
+                self._writer.unmark(joined)
+
         def due() -> None:
             if self._looking is None or event not in (Due.JOIN, Due.REJOIN):
                 apply(event)
@@ -152,7 +158,7 @@ class HeartbeatMonitor:
                 # Another node may be the first to join meanwhile.
                 loop.call_later(min(rest, SILENCE_POLL_INTERVAL) + 0.001, due)
             elif event is Due.REJOIN and (away := sorted(self._writer.certain.away)):
-                self._writer.mark(away, partial(loop.call_later, GIVE_UP_DELAY, apply, event))
+                self._writer.mark(away, partial(loop.call_later, GIVE_UP_DELAY, give_up, away))
             else:
                 apply(event)
 

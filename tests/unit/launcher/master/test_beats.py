@@ -304,8 +304,8 @@ def test_a_node_that_is_gone_is_not_waited_for_though_it_proves_the_token_once_m
     assert harness.run(others) == []
 
 
-@pytest.mark.usefixtures("hurried")
-def test_nodes_that_do_not_join_another_master_are_marked_before_they_are_given_up(tmp_path: Path) -> None:
+def taking_over(tmp_path: Path) -> MasterHarness:
+    """A master that has taken over from one with two nodes, which have to join soon."""
     harness = MasterHarness(tmp_path, Job({"actor": 2}, inventory=TWO, restarts={"actor": 1}), tcp=True)
     harness.model.on(*(harness.model.join(node) for node in ("n0", "n1")))
     _, term, contexts = harness._parts
@@ -319,6 +319,12 @@ def test_nodes_that_do_not_join_another_master_are_marked_before_they_are_given_
         ]
 
     harness.core = replace(harness.core, begin=begin)
+    return harness
+
+
+@pytest.mark.usefixtures("hurried")
+def test_nodes_that_do_not_join_another_master_are_marked_before_they_are_given_up(tmp_path: Path) -> None:
+    harness = taking_over(tmp_path)
     seen = []
 
     async def others() -> None:
@@ -329,6 +335,27 @@ def test_nodes_that_do_not_join_another_master_are_marked_before_they_are_given_
     assert harness.run(others) == []
     assert seen == [[]]
     assert len(harness.events("agent_lost")) == 2
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_node_that_joins_another_master_after_it_was_marked_is_marked_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its agent would end its workers for the mark when it hears no master for a moment."""
+    monkeypatch.setattr(beats, "GIVE_UP_DELAY", 1.0)
+    harness = taking_over(tmp_path)
+    n0 = credentials_in(tmp_path / "n0", harness.token, "n0")
+
+    async def others() -> None:
+        marked = [lambda node=node: harness.store.get(silent_key("job-1", node)) for node in ("n0", "n1")]
+        await eventually_async(lambda: marked[0]() is not None)
+        agent = await harness.greet(harness.model.join("n0"), n0)
+        await eventually_async(lambda: len(harness.events("agent_lost")) == 1)
+        await eventually_async(lambda: marked[0]() is None)
+        assert marked[1]() is not None
+        await end_well(agent)
+
+    assert harness.run(others) == []
 
 
 def test_a_stream_whose_peer_has_closed_it_is_gone_and_one_without_an_answer_is_silent() -> None:
