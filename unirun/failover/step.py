@@ -52,7 +52,7 @@ from unirun.failover.state import (
     Verdict,
     WorkerPhase,
 )
-from unirun.failover.takeover import all_back, bare, ended_stores, take_up
+from unirun.failover.takeover import all_back, bare, ended_stores, keep_end, take_up
 from unirun.failover.worker_failure import cut_off, exited, fall_ill, store_ended
 from unirun.values import WorkerId
 from unirun.wire.messages import Drain, Grow, Inject, Injected, PassOn, Stop
@@ -157,6 +157,8 @@ def _handle(draft: JobDraft, event: Event) -> None:
             exited(draft, event)
         case StoreOpened():
             _store_opened(draft, event)
+        case StoreEnded() if draft.state.away:
+            keep_end(draft, event)
         case StoreEnded():
             store_ended(draft, event)
         case Notice():

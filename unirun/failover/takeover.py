@@ -98,6 +98,14 @@ def bare(event: Join) -> Join:
     return replace(event, workers=(), stores=ended, ending=None)
 
 
+def keep_end(draft: JobDraft, ended: StoreEnded) -> None:
+    """Keep the end of a store with what its agent has said when it joined, for `ended_stores`."""
+    node = leader(draft.state, draft.role(ended.role).name)
+    if (join := draft.state.agents.get(node)) is not None:
+        agents = {**draft.state.agents, node: replace(join, stores=(*join.stores, ended))}
+        draft.put(replace(draft.state, agents=agents))
+
+
 def ended_stores(state: JobState) -> Iterator[StoreEnded]:
     """The stores of roles that had ended when their agents joined. What follows depends on whether all ranks of the
     role run, which is known when no node is away."""

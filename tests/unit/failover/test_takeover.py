@@ -342,12 +342,16 @@ class TestAnEndThatNoMasterHasHeardOf:
         rejoin(job, stores=[gone])
         assert OpenStore("actor", 1) in job.orders(OpenStore)
 
-    def test_an_unreported_end_of_a_store_costs_nothing_when_all_ranks_run(self) -> None:
-        """On which node they are is not known before all have joined."""
+    @pytest.mark.parametrize("later", [True, False])
+    def test_an_unreported_end_of_a_store_costs_nothing_when_all_ranks_run(self, *, later: bool) -> None:
+        """The master knows it when all nodes have joined."""
         job = up(workload(2, restarts=0, nodes=TWO).running())
         before = job.state
         take_over(job)
-        join(job, before, "n0", stores=[StoreEnded("actor", 0, 200.0, "it was killed")])
+        ended = StoreEnded("actor", 0, 200.0, "it was killed")
+        join(job, before, "n0", stores=[] if later else [ended])
+        if later:
+            job.on(ended)
         assert job.state.roles["actor"].generation == 0
         join(job, before, "n1")
         role = job.state.roles["actor"]
