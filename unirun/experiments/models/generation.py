@@ -89,8 +89,16 @@ class Continuation:
         longest = max((len(text.encode()) for text in self.stop_strings), default=0)
         if not longest:
             return False
-        text = decode(self.tokens[-longest - 4 :])
-        return any(each in text for each in self.stop_strings)
+        start, least = max(len(self.tokens) - longest - 4, 0), 0
+        if self.how.min_new_tokens > start:
+            least = len(decode(self.tokens[start : self.how.min_new_tokens]))
+        return stop_of(decode(self.tokens[start:]), self.stop_strings, least) is not None
+
+
+def stop_of(text: str, strings: Sequence[str], least: int) -> int | None:
+    """The place of the first of `strings` in a text that ends behind its first `least` characters."""
+    places = (text.find(each, max(least - len(each) + 1, 0)) for each in strings)
+    return min((place for place in places if place >= 0), default=None)
 
 
 class _Rest(NamedTuple):

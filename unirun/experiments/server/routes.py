@@ -22,7 +22,7 @@ import torch
 
 from unirun.errors import UnirunError
 from unirun.experiments.models.api import GenerationConfig
-from unirun.experiments.models.generation import Continuation
+from unirun.experiments.models.generation import Continuation, stop_of
 from unirun.experiments.server.generator import Generator
 from unirun.values import Value
 from unirun.weights.integrations.vllm_guard import Message, Receive, Scope, Send
@@ -272,9 +272,11 @@ class Routes:
         """The text of an output, without the stop string or stop token that has ended it."""
         if self._tokenizer is None:
             return ""
-        text = str(self._tokenizer.decode(output.tokens, skip_special_tokens=True))
-        ends = [text.find(each) for each in _strings(sampling) if each in text]
-        return text[: min(ends, default=len(text))]
+        tokens, least = output.tokens, output.how.min_new_tokens
+        text, before = (
+            str(self._tokenizer.decode(some, skip_special_tokens=True)) for some in (tokens, tokens[:least])
+        )
+        return text[: stop_of(text, _strings(sampling), len(before))]
 
     async def _continued(self, prompt: Sequence[int], sampling: Sampling) -> list[tuple[Continuation, str]]:
         """The outputs for a prompt, each with the reason of its end."""

@@ -290,14 +290,26 @@ class Letters:
         return self.encode("".join(each["content"] for each in messages) + "x" * add_generation_prompt)
 
 
-@given(st.text("abc", max_size=12), st.lists(st.text("abc", min_size=1, max_size=3), max_size=3))
-def test_a_text_ends_before_the_first_stop_string_in_it(text: str, stops: list[str]) -> None:
+@given(
+    st.text("abc", max_size=12),
+    st.lists(st.text("abc", min_size=1, max_size=3), max_size=3),
+    st.integers(0, 6),
+)
+def test_a_text_ends_before_the_first_stop_string_that_ends_behind_its_least_length(
+    text: str, stops: list[str], least: int
+) -> None:
     generator: Any = None
     routes = Routes(generator, model="tiny", vocabulary=128, longest=LONG, tokenizer=Letters())
-    output = sequence()
-    output.tokens = Letters().encode(text)
-    places = [at for at in range(len(text)) if text.startswith(tuple(stops), at)]
-    assert routes._text(output, Sampling(stop=tuple(stops))) == text[: min(places, default=None)]
+    how = GenerationConfig(max_new_tokens=LONG, min_new_tokens=least)
+    output = Continuation(torch.tensor([1]), how, seed=0, stop_strings=stops)
+    ends = [at for at in range(1, len(text) + 1) for stop in stops if at > least and text[:at].endswith(stop)]
+    for token in Letters().encode(text):
+        if not output.ended:
+            output.add(token, 0.0, 0, Letters().decode)
+    first = min(ends, default=len(text))
+    assert (len(output.tokens), output.ended) == (first, bool(ends))
+    longest = max((len(stop) for stop in stops if ends and text[:first].endswith(stop)), default=0)
+    assert routes._text(output, Sampling(stop=tuple(stops))) == text[: first - longest]
 
 
 ROOM, WORDS = 12, 8
