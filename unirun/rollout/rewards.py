@@ -126,9 +126,15 @@ class Rewards:
                     return found.value
                 raise self._given_up(f"has raised:\n{found.problem}", "correct it")
             problem = found
-        raise self._given_up(
-            f"{problem}, in each of {self.attempts} processes", "make it faster, or give it more time"
+        late = problem == self._late
+        remedy = (
+            "make it faster, or give it more time" if late else "correct it: what it has written may say why"
         )
+        raise self._given_up(f"{problem}, in each of {self.attempts} processes", remedy)
+
+    @property
+    def _late(self) -> str:
+        return f"has not returned within {self.timeout:g} s"
 
     def _given_up(self, problem: str, remedy: str) -> RewardFailed:
         self.failed += 1
@@ -145,7 +151,7 @@ class Rewards:
             async with asyncio.timeout(self.timeout):
                 found = await process.ask(line)
         except TimeoutError:
-            found = f"has not returned within {self.timeout:g} s"
+            found = self._late
         except BaseException:
             if process is not None:
                 process.kill()

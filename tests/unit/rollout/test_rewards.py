@@ -115,7 +115,13 @@ def test_a_function_that_raises_is_not_tried_again() -> None:
 
 
 @pytest.mark.starts_processes
-@pytest.mark.parametrize(("what", "problem"), [("hang", "not returned within"), ("crash", "exit code 3")])
+@pytest.mark.parametrize(
+    ("what", "problem"),
+    [
+        ("hang", "not returned within .*; make it faster, or give it more time"),
+        ("crash", "exit code 3, in each of 2 processes; correct it: what it has written may say why"),
+    ],
+)
 def test_a_process_that_hangs_or_crashes_is_replaced_so_many_times(
     what: str, problem: str, tmp_path: Path
 ) -> None:
