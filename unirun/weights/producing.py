@@ -329,12 +329,12 @@ class Producer:
                 self._changed.wait(left)
 
     def close(self) -> None:
-        """Give the memory back, with all items; those that consumers have count as used."""
+        """Give the memory back, with all items; those that consumers have count as used. Consumers that wait get what
+        is put later, if this process makes the queue again."""
         with self._changed:
             self.delivered += len(self._taken)
             self._items.clear()
             self._taken.clear()
-            self._waiting.clear()
             self._blocks.close()
             self._changed.notify_all()
         self.admissions.close(self.delivered + self.dropped)

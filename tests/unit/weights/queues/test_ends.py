@@ -232,6 +232,15 @@ def test_items_that_were_not_given_out_are_there_for_others_when_a_consumer_clos
     assert [item.value for item in other.queue.get_batch(3, timeout=0.1)] == [0, 1, 2]
 
 
+def test_a_queue_that_a_producer_has_closed_and_made_again_has_items_for_a_consumer_that_waits(
+    rollout: End, actor: End
+) -> None:
+    opened(actor)
+    rollout.queue.close()
+    End(rollout.worker).queue.put("an item", version=0)
+    assert actor.queue.get(timeout=0.1).value == "an item"
+
+
 @pytest.mark.parametrize("some", [False, True])
 def test_items_that_are_here_are_given_out_though_all_producers_have_ended(
     job: Job, rollout: End, actor: End, some: bool
