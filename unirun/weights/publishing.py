@@ -728,9 +728,9 @@ class Publisher:
             self._release(version.block.number, reader)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Give the memory back. Receivers that wait get what is published later, if this process makes the channel
+        again."""
         with self._lock:
-            self._waiting.clear()
             sending, self._sending = self._sending, {}
         for each in sending.values():
             each.close()

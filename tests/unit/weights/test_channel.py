@@ -198,6 +198,24 @@ def test_receivers_are_asked_a_few_at_a_time_until_one_has_the_version() -> None
     job.close()
 
 
+@pytest.mark.parametrize("moments", range(6))
+def test_a_receiver_that_waits_gets_what_a_publisher_has_published_that_has_made_the_channel_again(
+    moments: int,
+) -> None:
+    job = Job(actor=1, rollout=1)
+    actor, rollout = (job.starts(role, 0, "a") for role in ("actor", "rollout"))
+    made = partial(WeightsChannel, "policy", publisher="actor", receivers=["rollout"])
+    publisher, reader, got = actor.makes(made), rollout.makes(made), content(0, 0)
+    publisher.publish(content(0, 1), 1)
+    assert reader.receive(got, timeout=1.0) == 1
+    job.meanwhile += [lambda: None] * moments
+    job.meanwhile.append(publisher.close)
+    job.meanwhile.append(lambda: actor.makes(made).publish(content(0, 2), 2))
+    assert reader.receive(got, min_version=2, timeout=1.0) == 2
+    assert same(got, content(0, 2))
+    job.close()
+
+
 def test_only_receivers_on_another_host_than_a_publisher_share_what_they_get_and_form_groups_with_it(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
