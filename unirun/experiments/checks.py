@@ -32,7 +32,7 @@ from unirun.experiments.config import (
     calls_with_hooks,
     sync_param_pairs,
 )
-from unirun.experiments.datasets import TOKENIZERS, is_of_rows, read_rows
+from unirun.experiments.datasets import OF_TEXT, TOKENIZERS, is_of_rows, read_rows
 from unirun.experiments.graph import (
     AXES,
     PART_RULE,
@@ -77,6 +77,7 @@ def faults(config: ExperimentDescription) -> list[Fault]:
     found += _backend_faults(config)
     found += _role_faults(config)
     found += _data_faults(config)
+    found += _tokenizer_faults(config)
     found += _serving_faults(config)
     found += _evaluation_faults(config)
     return found
@@ -316,6 +317,19 @@ def _data_faults(config: ExperimentDescription) -> Faults:
     if len(set(keys.values())) > 1:
         each = "; ".join(f"{type_}: {', '.join(sorted(some))}" for type_, some in keys.items())
         yield Fault("model_worker", f"datasets have different keys: {each}", "use those of one kind")
+
+
+def _tokenizer_faults(config: ExperimentDescription) -> Faults:
+    """Built-in datasets of model workers that have no tokenizer. Those of rollout workers have another one."""
+    if config.model_worker[0].tokenizer_name_or_path:
+        return
+    for where, dataset in _datasets(config):
+        unread = config.gserver_manager and where.startswith("datasets.")
+        if DATASETS.at_hand(dataset.type_) in OF_TEXT and not unread:
+            problem = (
+                f"dataset {dataset.type_!r} makes tokens of text, and there is no tokenizer_name_or_path"
+            )
+            yield Fault(where, problem, "give model workers the tokenizer of the model")
 
 
 def _evaluation_faults(config: ExperimentDescription) -> Faults:

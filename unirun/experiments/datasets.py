@@ -295,6 +295,9 @@ def is_of_rows(cls: Any) -> bool:
     return isinstance(cls, type) and cls.__init__ in (_Rows.__init__, PairedDataset.__init__)  # type: ignore[misc]
 
 
+OF_TEXT = (PromptDataset, PromptAnswerDataset, PairedDataset)
+"""The built-in datasets, all of which need a tokenizer."""
+
 register_dataset("prompt", PromptDataset)
 register_dataset("prompt_answer", PromptAnswerDataset)
 register_dataset("rw_pair", PairedDataset)

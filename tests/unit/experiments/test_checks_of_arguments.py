@@ -23,7 +23,7 @@ from unirun.experiments.config import (
     register_dataset,
     register_interface,
 )
-from unirun.experiments.datasets import DatasetUtility, PromptDataset
+from unirun.experiments.datasets import DatasetUtility, PromptDataset, register_tokenizer
 from unirun.experiments.experiment import ExperimentConfig
 from unirun.experiments.graph import MFCDef, ModelInterfaceAbstraction, ModelInterfaceType, topology
 from unirun.experiments.models.api import GenerationConfig, ModelInterface
@@ -56,6 +56,7 @@ class Sums(PromptDataset):
 
 register_interface("tests-clipping", Clipping)
 register_dataset("tests-sums", Sums)
+register_tokenizer("tests-tokenizer", object)
 
 
 def of(
@@ -66,7 +67,7 @@ def of(
     dataset: dict[str, Any] | None = None,
     held_out: dict[str, Any] | None = None,
     kind: ModelInterfaceType = TRAIN,
-    tokenizer: str = "",
+    tokenizer: str = "tests-tokenizer",
     data: int = 1,
 ) -> ExperimentConfig:
     """One call of one model, with these arguments."""
@@ -128,6 +129,11 @@ class TestArguments:
     def test_the_arguments_that_there_are_are_told(self) -> None:
         (fault,) = faults_of(of(dataset={"rows": ROWS, "maximum": 3}))
         assert fault.remedy == "it takes: max_length, path, hugging_face, split, rows"
+
+    def test_datasets_of_text_need_a_tokenizer(self) -> None:
+        problem = "dataset 'prompt' makes tokens of text, and there is no tokenizer_name_or_path"
+        found = texts_of(faults_of(of(tokenizer="", held_out={"rows": ROWS})))
+        assert found == [f"{where}: {problem}" for where in ("datasets.0", "models.actor@0.eval_dataset")]
 
     def test_the_dataset_of_the_evaluator_is_checked_too(self) -> None:
         config = of()

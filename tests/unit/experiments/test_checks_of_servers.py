@@ -108,6 +108,13 @@ def test_a_step_has_as_many_parts_as_the_rank_with_the_most_groups(count: int, r
     assert found == [[], [True]]
 
 
+def test_model_workers_whose_datasets_are_ignored_need_no_tokenizer() -> None:
+    config = with_servers()
+    prompts = DatasetAbstraction("prompt", {"rows": [{"prompt": "a"}]})
+    config.model_worker = model_workers({ACTOR: at()}, datasets=[prompts])
+    assert [*faults_of(config)] == []
+
+
 def test_a_tokenizer_that_is_not_there() -> None:
     config = with_servers(rollouts=[rollout(tokenizer_path="./none")])
     assert only(config) == "rollout_worker.0.tokenizer_path: there is no none"
