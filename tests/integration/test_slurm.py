@@ -167,7 +167,10 @@ def test_a_job_that_is_told_to_end_before_its_step_has_begun_ends(
     (command.root / "go").touch()
     result = job.end()
     # The signal may come before unirun has handlers: then nothing says more of the end.
-    assert (result.code, command.status()["phase"] in ("stopped", "lost")) == (143, True), (result, command.status())
+    assert (result.code, command.status()["phase"] in ("stopped", "lost")) == (143, True), (
+        result,
+        command.status(),
+    )
     assert cluster.wait(slurm_id(job))["JobState"] == "FAILED"
 
 
