@@ -87,7 +87,7 @@ def write(folder: Path, node: str, chunk: Chunk, offset: int) -> None:
     agent_log = len(name.parts) == 1 and name.match("agent.*.log")
     log = len(name.parts) > 1 and name.parts[0] == "logs"
     known = chunk.path in REPLACED if chunk.whole else chunk.path in GROWING or agent_log or log
-    if not known or ".." in name.parts:
+    if not known or ".." in name.parts or "\0" in chunk.path:
         raise FrameError(f"{node} sends a file called {chunk.path!a:.80}")
     if chunk.whole:
         atomic.replace(folder / name, chunk.data)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.waiting import WAIT_TIMEOUT
@@ -199,10 +199,13 @@ def test_data_that_is_not_base64_is_refused() -> None:
         decode({"type": "Chunk", "path": LOG, "offset": 0, "data": "*"})
 
 
-NAMES = st.sampled_from(["..", ".", "", "token", "tls", "logs", "state.json", "agent.h1.log", "/", "x", "~"])
+NAMES = st.sampled_from(
+    ["..", ".", "", "token", "tls", "logs", "state.json", "agent.h1.log", "/", "x", "~", "\0"]
+)
 
 
 @given(parts=st.lists(NAMES, max_size=4), whole=st.booleans())
+@example(parts=["logs", "\0"], whole=False)
 def test_a_node_writes_logs_and_known_files_only(
     tmp_path_factory: pytest.TempPathFactory, parts: list[str], whole: bool
 ) -> None:
