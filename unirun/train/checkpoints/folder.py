@@ -18,7 +18,7 @@ import re
 import shutil
 import stat
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -336,13 +336,23 @@ def files_in(given: Any) -> dict[str, Path]:
             # A directory that is given as "." or ".." has another name.
             path = path.resolve()
         top = path.parent if paths is given or path.is_file() else path
-        for each in sorted(path.rglob("*")) if path.is_dir() else (path,):
+        for each in _files_below(path) if path.is_dir() else (path,):
             name = each.relative_to(top).as_posix()
             if name in found:
                 raise UsageError(f"files: {each} and {found[name]} have one name", "give one of them another")
             if each.is_file():
                 found[name] = each
     return found
+
+
+def _files_below(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """The files below `folder`, also behind links to directories, but for one that leads to a directory `above` it."""
+    real = folder.resolve()
+    for each in sorted(folder.iterdir()) if real not in above else ():
+        if each.is_dir():
+            yield from _files_below(each, (*above, real))
+        else:
+            yield each
 
 
 def skipped(error: CheckpointDamaged) -> str:

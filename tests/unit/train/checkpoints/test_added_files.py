@@ -51,6 +51,14 @@ def saved(folder: Folder, *files: Any) -> None:
             writer.close()
 
 
+def test_a_directory_behind_a_link_is_saved_too(adapter: Path) -> None:
+    (adapter.parent / "base").mkdir()
+    (adapter.parent / "base" / "vocabulary").touch()
+    (adapter / "base").symlink_to("../base")
+    (adapter / "more" / "again").symlink_to("..")
+    assert files_in(adapter).keys() == {"config.json", "more/weights", "base/vocabulary"}
+
+
 def test_a_directory_gives_its_content_and_a_list_its_names(adapter: Path) -> None:
     assert files_in(adapter).keys() == {"config.json", "more/weights"}
     assert files_in(str(adapter / "config.json")).keys() == {"config.json"}
