@@ -76,7 +76,7 @@ class Visitor:
         self._tell(Grow(role))
 
     def close(self) -> None:
-        """Leave. Calls that are open are not answered any more."""
+        """Leave. Calls that are open, or are made later, fail."""
         self._closed = True
         self._caller.close()
         self._transport.close()

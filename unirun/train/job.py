@@ -93,7 +93,7 @@ class JobHandle:
         return self._visitor
 
     def close(self) -> None:
-        """Leave the job, which goes on. Calls that are open are not answered any more."""
+        """Leave the job, which goes on. Calls that are open, or are made later, raise `CallError`."""
         visitor, self._visitor = self._visitor, None
         if visitor is not None:
             visitor.close()

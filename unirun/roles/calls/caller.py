@@ -186,6 +186,7 @@ class Caller:
         self._formed: dict[str, int] = {}
         self._following = threading.Lock()
         self._views, self._outdated_ranks = 0, False
+        self._closed = False
         self._seqs = itertools.count(1)
         self._losses = ReportedLosses(peers, restarted=me.incarnation > 0)
         self._deadlines: dict[float, Deadlines[Call]] = {}
@@ -309,8 +310,10 @@ class Caller:
         if call.unreported:
             for index in range(len(ranks)):
                 self._settle(call, index, _restarted(call.unreported))
-        else:
+        elif not self._closed:
             self._send_all(call)
+        if self._closed:
+            self._leave(call)
         return call
 
     def _open(
@@ -357,11 +360,24 @@ class Caller:
         return address, self._opened[address]
 
     def close(self) -> None:
-        """Close every connection; open calls are not answered any more."""
+        """Close every connection. Calls that are open, or are made later, fail."""
+        self._closed = True
         self._scheduler.close()
         for connection in list(self._connections.values()):
             connection.close()
+        for open_ in list(self._deadlines.values()):
+            for call in open_:
+                self._leave(call)
         self._callbacks.close()
+
+    def _leave(self, call: Call) -> None:
+        """End a call to which no answer will come."""
+        if call.over:
+            return
+        for index in range(len(call.ranks)):
+            if not call.has(index):
+                call.settle(index, CallError("this process has left the job, so the call is not answered"))
+        self._finish(call)
 
     def _least_busy(self, method: Method) -> int:
         """The rank with the fewest open calls of this caller, of those that serve, else of those that will; then the

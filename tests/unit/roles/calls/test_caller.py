@@ -13,7 +13,7 @@ import pytest
 from tests.sim.calls.threads import FakeScheduler
 from tests.sim.fake_clock import FakeClock
 from tests.waiting import WAIT_TIMEOUT
-from unirun.errors import ChannelError, InvocationTimeout, WorkerLost
+from unirun.errors import CallError, ChannelError, InvocationTimeout, WorkerLost
 from unirun.roles import InvocationRef
 from unirun.roles.calls.caller import GROUP_ERROR_DELAY, Caller
 from unirun.roles.calls.codec import (
@@ -317,6 +317,22 @@ def test_an_error_is_told_when_a_worker_that_could_not_be_reached_turns_out_to_l
         assert clock.run_next()
     with pytest.raises(ValueError, match="bad"):
         ref.result(0)
+
+
+def test_calls_that_are_open_when_their_caller_leaves_and_later_ones_fail() -> None:
+    fake_transport = FakeTransport()
+    caller = Caller(WorkerId("trainer", 0, 0), Pair(), fake_transport, call_timeout=60.0)
+    step = caller.method("actor", "step", Invocation(blocking=False))
+    ref, told = caller.invoke(step, (), {}), queue.SimpleQueue[Any]()
+    waiting = threading.Thread(target=lambda: told.put(ref.exception()))
+    waiting.start()
+    fake_transport.open[0].pop()(RESULT)
+    caller.close()
+    words = "this process has left the job, so the call is not answered"
+    assert str(told.get(timeout=10.0)) == words
+    waiting.join(WAIT_TIMEOUT)
+    with pytest.raises(CallError, match=words):
+        caller.invoke(step, (), {}).result(10.0)
 
 
 class Replaced(Debugged):
