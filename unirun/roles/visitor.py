@@ -97,7 +97,7 @@ class Visitor:
                 with self._stream:
                     while not self._closed:
                         self._take(hear(self._stream, self._job, self._epoch, None))
-            except (WireError, RendezvousError):
+            except (WireError, RendezvousError, JobError):
                 self._go_on()
         # It may have been let in by the next master when it left.
         self._stream.close()

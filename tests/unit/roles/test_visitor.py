@@ -154,6 +154,16 @@ class TestMasters:
             eventually(lambda before=before: looks.number > before + 2, "it looks for others")  # type: ignore[misc]
             assert leader.visits == 1, "it stays with the one that leads"
 
+    def test_it_goes_on_when_the_status_of_the_job_cannot_be_read(
+        self, fake_job: FakeJob, visit: Callable[[], Visitor], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(masters, "SUCCESSOR_POLL_INTERVAL", 0.02)
+        master = fake_job.leader(script=greets(welcome()))
+        visit()
+        fake_job.job_dir.state.unlink()
+        eventually(lambda: master.visits > 1, "it visits the master again", within=10.0)
+        stands(fake_job, "running")
+
     def test_asking_one_that_is_gone_for_more_workers_is_no_error(
         self, fake_job: FakeJob, visit: Callable[[], Visitor]
     ) -> None:
