@@ -199,7 +199,8 @@ def cut_off(draft: JobDraft, node: str, other: str) -> None:
     state, pair = draft.state, (min(node, other), max(node, other))
     if state.given_up(node) or state.given_up(other):
         return
-    known = [each for each in state.cuts if draft.now - each.time < CUT_SECONDS]
+    # The clock of a master may be set back, or behind that of the master before.
+    known = [each for each in state.cuts if abs(draft.now - each.time) < CUT_SECONDS]
     before = next((each for each in known if each.nodes == pair), None)
     if before is not None and draft.now - before.time < CUT_SECONDS / 2:
         return
@@ -275,7 +276,7 @@ def failure_of(state: JobState, worker: WorkerState, event: WorkerExited, end: E
 
 def _cut_of(state: JobState, failure: Failure) -> str | None:
     """The nodes that do not hear each other, if a failure is the consequence of that."""
-    pairs = [each.nodes for each in state.cuts if failure.time - each.time < CUT_SECONDS]
+    pairs = [each.nodes for each in state.cuts if abs(failure.time - each.time) < CUT_SECONDS]
     # Ranks on other nodes may have waited for those.
     pair = next((each for each in pairs if failure.node in each), pairs[0] if pairs else None)
     return cut_words(pair) if pair is not None and waited_for_a_peer(failure) else None

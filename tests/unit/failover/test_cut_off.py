@@ -60,3 +60,12 @@ def test_a_node_that_is_given_up_is_no_news(pair: tuple[str, str]) -> None:
     job = running().on(AgentLost("n2", "gone"))
     assert told(job.on(CutOff(*pair))) == []
     assert job.state.cuts == ()
+
+
+def test_it_is_forgotten_though_the_clock_was_set_back() -> None:
+    job = running().on(CutOff("n0", "n1"))
+    job.now -= 3600.0
+    job.exits("actor", 0, 1, error=WorkerError(TIMED_OUT, "", job.now))
+    assert job.state.failures[-1].rule == "exit"
+    assert len(told(job.on(CutOff("n0", "n1")))) == 1
+    assert len(job.state.cuts) == 1
