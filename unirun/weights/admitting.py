@@ -284,7 +284,11 @@ class Entrance:
             if first is not None or self._telling or not self._untold:
                 return
             self._telling = True
-        threading.Thread(target=self._tell_alone, name="unirun-entrance", daemon=True).start()
+        try:
+            threading.Thread(target=self._tell_alone, name="unirun-entrance", daemon=True).start()
+        except RuntimeError:
+            # No more threads can be started: it is told with the next news.
+            self._telling = False
 
     def _tell_alone(self) -> None:
         # First, so that news which come meanwhile are looked at, too.

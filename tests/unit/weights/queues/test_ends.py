@@ -332,6 +332,23 @@ class TestTheGate:
         admission.reject()
         assert begun(other) == FIRST
 
+    def test_a_producer_that_can_start_no_thread_tells_it_later(
+        self, job: Job, rollout: End, actor: End, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def start(**_: object) -> None:
+            raise RuntimeError("can't start new thread")
+
+        other = End(job.starts("rollout", 1, "a"))
+        opened(actor)
+        admission = rollout.queue.admit(timeout=0.1)
+        job.breaks(rollout.worker, actor.worker)
+        with monkeypatch.context() as limited:
+            thread = SimpleNamespace(start=start)
+            limited.setattr("unirun.weights.admitting.threading.Thread", lambda **_: thread)
+            admission.reject()
+        job.tells()
+        assert begun(other) == FIRST
+
     def test_who_is_held_back_waits_as_long_as_it_said(self, rollout: End, actor: End) -> None:
         opened(actor)
         assert begun(rollout) == FIRST
