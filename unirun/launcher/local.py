@@ -43,8 +43,12 @@ from unirun.wire.reporting import NO_THREAD, flush, gave_up, lacks_threads, repo
 
 # The member of a job's own etcd on this node: a process that lives as long as the node's agent.
 
-MASTER_LEAVE_TIMEOUT = 3.0
-"""Seconds that a member waits at the end for the master, which gives up its term last."""
+MASTER_LEAVE_TIMEOUT = 7.0
+"""Seconds that a member waits at the end for the master, which gives up its term last. The master itself waits 5 s for
+streams to end (`unirun.launcher.master.shell.STREAM_CLOSE_TIMEOUT`)."""
+
+MEMBER_ANSWER_TIMEOUT = 3.0
+"""Seconds in which the store must answer meanwhile: most of its members may be lost."""
 
 MASTER_LEAVE_POLL_INTERVAL = 0.05
 
@@ -84,8 +88,7 @@ def running_member(job: JobDir, task: AgentTask) -> Iterator[frozenset[int]]:
 
 def _wait_for_the_master(job: JobDir) -> None:
     """Wait until nobody leads the job. Raises `StoreError`."""
-    # Not the store's own timeout: most members may be lost.
-    store = open_store(job.store_url, timeout=MASTER_LEAVE_TIMEOUT)
+    store = open_store(job.store_url, timeout=MEMBER_ANSWER_TIMEOUT)
     try:
         end = time.monotonic() + MASTER_LEAVE_TIMEOUT
         while leader_of(store, job_prefix(job.run_id)) is not None:
@@ -97,8 +100,8 @@ def _wait_for_the_master(job: JobDir) -> None:
         store.close()
 
 
-JOB_EXIT_TIMEOUT = 5.0
-"""Seconds that the master and the agents have to leave after the job's end."""
+JOB_EXIT_TIMEOUT = 10.0
+"""Seconds that the master and the agents have to leave after the job's end: more than `MASTER_LEAVE_TIMEOUT`."""
 
 ORPHANED_MASTER_TIMEOUT = 1.0
 """Seconds after the end of the last agent in which a master may still be heard."""

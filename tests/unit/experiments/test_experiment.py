@@ -287,6 +287,7 @@ class TestModules:
     def test_hidden_files_of_the_package_are_no_modules(self, tmp_path: Path) -> None:
         package = tmp_path / "experiments"
         package.mkdir()
+        (package / "__init__.py").touch()
         (package / "seen.py").write_text(REGISTERS.format("tests-seen"))
         # Those of an editor in which the file is open, and of a system that keeps attributes so.
         (package / ".#seen.py").symlink_to("someone@somewhere.17")

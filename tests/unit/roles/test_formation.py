@@ -348,7 +348,7 @@ class TestBeingKeptAway:
 
     @pytest.fixture
     def waits(self, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-        """What the waits until the thread idles say; the last one has looked whether that counts."""
+        """The answers of the waits until the thread idles, of which each has looked whether that counts."""
         said: list[str | None] = []
 
         def wait(relevant: Callable[[], bool], counts: Callable[[], bool]) -> str | None:
