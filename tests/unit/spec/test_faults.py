@@ -202,3 +202,41 @@ def test_a_configuration_is_json() -> None:
             SpecError, match="^config: cannot be sent to workers as JSON: .*; quote it, workers"
         ):
             parsed(of_job(config={"x": value}))
+
+
+def test_a_name_of_a_role_is_told_with_what_it_may_be() -> None:
+    with pytest.raises(SpecError) as caught:
+        parsed({"roles": {"é": {"script": "train.py"}}})
+    remedy = "a letter, then letters, digits, '-' or '_', of ASCII"
+    assert caught.value.faults == (Fault("roles.é", "'é' is no name for a role", remedy),)
+
+
+@pytest.mark.parametrize("name", ["run.sh", "./run.sh"])
+def test_what_is_no_script_of_python_is_told_as_a_program(name: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("#!/bin/sh\n")
+    with pytest.raises(SpecError) as caught:
+        parsed({"roles": {"a": {"script": name}}})
+    (fault,) = caught.value.faults
+    assert "run.sh" in fault.remedy
+    assert "././" not in fault.remedy
+
+
+@pytest.mark.parametrize(
+    ("role", "where", "problem", "remedy"),
+    [
+        (
+            {"kind": "vllm", "model": "m", "contract": "torchrun"},
+            *("contract", "vLLM starts its ranks itself, and takes torchrun's for its own", "leave it out"),
+        ),
+        (
+            {"kind": "openai"},
+            *("program", "a server of kind openai has none", "write program: NAME, with args: […]"),
+        ),
+    ],
+)
+def test_what_a_ready_made_service_lacks_is_told(
+    role: dict[str, Any], where: str, problem: str, remedy: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        parsed({"roles": {"a": role}})
+    assert Fault(f"roles.a.{where}", problem, remedy) in caught.value.faults

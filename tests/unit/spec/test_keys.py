@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from unirun.errors import SpecError
 from unirun.spec.entries import is_function
 from unirun.spec.job import (
     PORT_RANGE,
@@ -21,7 +22,7 @@ from unirun.spec.job import (
     RoleSpec,
 )
 from unirun.spec.parse import JOB_KEYS, LOG_KEYS, parse_job
-from unirun.spec.roles import JOB_WIDE_KEYS, ROLE_KEYS, TRAINER_KEYS
+from unirun.spec.roles import JOB_WIDE_KEYS, ROLE_KEYS, TRAINER_KEYS, python_path
 from unirun.spec.yaml import load_job_file, merge
 
 CLASSES = "class Actor: ...\nclass Trainer: ...\ndef both(): ...\nclass both: ...\n"
@@ -271,6 +272,32 @@ def test_json_is_read_as_it_is_written(tmp_path: Path) -> None:
         "count": "2:8",
         "config": {"a": "1e3", "b": "${x}"},
     }
+
+
+def test_nothing_is_overridden_in_json(tmp_path: Path) -> None:
+    file = tmp_path / "job.json"
+    file.write_text('{"name": "a"}')
+    with pytest.raises(SpecError, match="is no YAML, so nothing can be overridden; write a job in YAML"):
+        load_job_file(str(file), ["name=c"])
+
+
+def test_elastic_workloads_have_a_range_whose_ends_may_be_equal() -> None:
+    for written, least, most in (("2:4", 2, 4), ("3:3", 3, 3)):
+        (role,) = parsed({"roles": {"a": {"workload": "ppo:Actor", "count": written, "elastic": True}}}).roles
+        assert (role.least, role.count, role.elastic) == (least, most, True)
+
+
+def test_a_role_without_a_count_has_its_ranks_on_each_of_the_nodes_that_come() -> None:
+    data = {"script": "train.py", "nproc_per_node": 3}
+    (role,) = parse_job(data, count_slots=lambda *_: 8, run_id="job", nodes=(2, 4)).roles
+    assert (role.least, role.count, role.per_node) == (6, 12, 3)
+
+
+def test_modules_are_looked_for_in_the_folders_of_the_first_pythonpath() -> None:
+    first, second = {"PYTHONPATH": "/a b:/c::"}, {"PYTHONPATH": "/d"}
+    assert python_path({"A": "1"}, None, first, second) == ["/a b", "/c"]
+    assert python_path({"PYTHONPATH": ""}, second) == ["/d"]
+    assert python_path() == []
 
 
 def test_what_comes_later_is_merged_into_mappings_at_any_depth() -> None:
