@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -186,3 +188,78 @@ def test_each_interrupt_asks_slurm_again_that_has_not_answered(
     assert follower.run() == 128 + signal.SIGINT
     deadline.cancel()
     assert asked == [False, True, True]
+
+
+def test_each_news_of_a_batch_job_is_told_once_and_its_output_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "job.out"
+    running = BatchState("RUNNING", nodes="n[1-2]", output=str(output))
+    states: list[BatchState | None] = [
+        BatchState("PENDING", reason="Resources"),
+        BatchState("PENDING", reason="Priority"),
+        *(None, None),
+        *(running, running),
+        BatchState("COMPLETED", nodes="n[1-2]", output=str(output), code=0),
+    ]
+
+    def state(batch: str) -> BatchState:
+        assert batch == "12"
+        found = states.pop(0)
+        if found is None:
+            raise RendezvousError("scontrol has not answered")
+        if len(states) == 1:
+            output.write_text("a line of the job\n")
+        return found
+
+    monkeypatch.setattr(submit, "batch_state", state)
+    follower = Follower(JobDir(tmp_path), "12", quiet=False)
+    monkeypatch.setattr(follower, "_woken", SimpleNamespace(wait=lambda _: None, clear=lambda: None))
+    assert follower.run() == 0
+    told = capfd.readouterr()
+    assert told.out == "a line of the job\n"
+    assert re.findall(r"unirun: (Slurm job 12: \w+|scontrol has not answered; trying again)", told.err) == [
+        "Slurm job 12: PENDING",
+        "scontrol has not answered; trying again",
+        "Slurm job 12: RUNNING",
+        "Slurm job 12: COMPLETED",
+    ]
+
+
+def test_slurm_is_asked_to_end_a_job_and_to_kill_all_its_processes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(submit, "ask_slurm", lambda *words: asked.append(words))
+    follower = Follower(JobDir(tmp_path), "12", quiet=True)
+    follower._signals = [signal.SIGTERM]
+    follower._cancel(now=False)
+    follower._signals = [signal.SIGTERM, signal.SIGINT]
+    follower._cancel(now=True)
+    assert asked == [("scancel", "12"), ("scancel", "--signal=KILL", "--full", "12")]
+    assert capfd.readouterr().err.splitlines() == [
+        "unirun: SIGTERM: cancelling Slurm job 12",
+        "unirun: SIGINT: killing Slurm job 12",
+    ]
+
+
+@pytest.mark.parametrize(("ends_at", "told"), [(2.0, True), (4.0, False)])
+def test_the_end_of_a_batch_job_is_waited_for_so_many_seconds(
+    monkeypatch: pytest.MonkeyPatch, ends_at: float, told: bool
+) -> None:
+    now = [100.0]
+
+    def state(batch: str) -> BatchState:
+        assert batch == "12"
+        return BatchState("RUNNING" if now[0] < 100.0 + ends_at else "COMPLETED")
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(submit, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(submit, "batch_state", state)
+    with (
+        nullcontext() if told else pytest.raises(TimeoutError, match="Slurm job 12 has not ended within 3 s")
+    ):
+        assert submit.wait_for_end("12", 3.0).state == "COMPLETED"
+    assert now[0] == 100.0 + min(ends_at, 3.0)

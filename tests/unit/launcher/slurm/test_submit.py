@@ -12,7 +12,8 @@ import pytest
 from unirun.errors import JobError
 from unirun.launcher.slurm import submit as submitting
 from unirun.launcher.slurm.options import parse_slurm
-from unirun.launcher.slurm.submit import SCRIPT, Batch, batch_of, batch_script, environment_of, submit
+from unirun.launcher.slurm.submit import OUTPUT, SCRIPT, Batch, batch_of, batch_script, environment_of, submit
+from unirun.observe.status import PENDING
 from unirun.rendezvous.creation import create_job
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.wire.handshake import new_token
@@ -82,24 +83,39 @@ def test_a_job_that_runs_is_not_submitted_again_and_one_that_has_ended_makes_roo
     monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
     asked: list[tuple[str, ...]] = []
 
-    def ask(*words: str, **_: object) -> str:
+    def ask(*words: str, environ: dict[str, str], tell: object) -> str:
         asked.append(words)
+        assert environ == environment_of(batch_script(options, batch), os.environ)
+        assert tell is print
         return "12;cluster\n"
 
     monkeypatch.setattr(submitting, "ask_slurm", ask)
-    spec = JobSpec("job", "run-1", (RoleSpec("actor", 1, Entry("script", "a.py")),), ("actor",))
+    role = RoleSpec("actor", 2, Entry("script", "a.py"), max_restarts=3)
+    spec = JobSpec("job", "run-1", (role,), ("actor",))
     options = parse_slurm(["nodes=1"])
     batch = batch_of(spec, options, ("a.py",), ("unirun",))
     job, lock = create_job("run-1", new_token())
     with pytest.raises(JobError, match="job run-1 is running"):
-        submit(spec, options, batch, lambda _: None)
+        submit(spec, options, batch, print)
     assert (asked, (job.path / "token").exists()) == ([], True)
     os.close(lock)
-    made, number = submit(spec, options, batch, lambda _: None)
+    made, number = submit(spec, options, batch, print)
     assert (made.path, number) == (job.path, "12")
     assert asked == [("sbatch", "--parsable", str(job.batch / SCRIPT))]
     assert not (job.path / "token").exists()
     assert (job.batch / SCRIPT).read_text() == batch_script(options, batch)
+    assert batch.output == str(job.batch / OUTPUT)
+    status = submitting._pending(spec)
+    assert (status.run_id, status.phase, status.reason) == ("run-1", PENDING, "it waits for Slurm")
+    (waits,) = status.roles
+    assert (waits.name, waits.phase, waits.generation, waits.restarts, waits.max_restarts) == (
+        *("actor", PENDING),
+        *(0, 0, 3),
+    )
+    assert [(worker.rank, worker.phase, worker.incarnation) for worker in waits.workers] == [
+        (0, PENDING, 0),
+        (1, PENDING, 0),
+    ]
 
 
 def test_a_batch_job_of_which_nothing_can_be_written_is_cancelled(
