@@ -19,6 +19,7 @@ from unirun.errors import RendezvousError
 from unirun.launcher.slurm import firstnode
 from unirun.launcher.slurm.allocation import SlurmAllocation
 from unirun.launcher.slurm.firstnode import find, outliving_the_script, published, script_is_gone
+from unirun.observe.batchjob import SLURM_OUTAGE_TIMEOUT, SLURM_RETRY_INTERVAL, BatchState
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import JobStatus, read_summary, write_status
 from unirun.rendezvous.creation import create_job
@@ -172,6 +173,39 @@ class TestWithoutTheScript:
             with outliving_the_script("run-1", environ, AT_ONCE):
                 pass
         assert calls() == []
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_slurm_that_does_not_answer_is_asked_again_until_it_is_away_for_long(
+    job: JobDir, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], comes_back: bool
+) -> None:
+    now, asked = [100.0], list[tuple[str, ...]]()
+
+    def state(number: str) -> BatchState:
+        assert number == "12"
+        if now[0] < 100.0 + SLURM_OUTAGE_TIMEOUT or not comes_back:
+            raise RendezvousError("scontrol has not answered")
+        return BatchState("RUNNING", requeues=False)
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep, time=lambda: now[0])
+    monkeypatch.setattr(firstnode, "time", clock)
+    monkeypatch.setattr(firstnode, "batch_state", state)
+    monkeypatch.setattr(firstnode, "read_status", lambda job: RUNNING)
+    monkeypatch.setattr(firstnode, "ask_slurm", lambda *words: asked.append(words))
+    firstnode._end(job, "12")
+    told = capfd.readouterr().err
+    if comes_back:
+        assert (asked, told) == ([("scancel", "12")], "")
+        assert now[0] == 100.0 + SLURM_OUTAGE_TIMEOUT
+        reason = "its first node is lost, and with it the batch script and the state of the job"
+        assert job.read_json(job.state.name)["reason"] == reason
+    else:
+        assert asked == []
+        assert told == "unirun: scontrol has not answered; end it with: scancel 12\n"
+        assert now[0] == 100.0 + SLURM_OUTAGE_TIMEOUT + SLURM_RETRY_INTERVAL
 
 
 @given(st.lists(st.sampled_from(["7\n", "8\n", "", None]), max_size=8))
