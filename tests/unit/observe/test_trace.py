@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -214,17 +213,11 @@ class TestSpans:
         assert capfd.readouterr().err.count("some of this worker is not traced any more") == 1
         os.close(writer._handle)
 
-    def test_without_the_variable_nothing_is_written_and_it_costs_next_to_nothing(
-        self, tmp_path: Path
-    ) -> None:
+    def test_without_the_variable_nothing_is_written(self, tmp_path: Path) -> None:
         writer = Spans({"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")})
-        times = []
-        for _ in range(20):
-            began = time.perf_counter()
-            for _ in range(1000):
-                writer.write("call", "actor.update", 5)
-            times.append((time.perf_counter() - began) / 1000)
-        assert min(times) < 2e-6
+        assert not writer.on
+        for _ in range(1000):
+            writer.write("call", "actor.update", 5)
         assert list(tmp_path.iterdir()) == []
         assert list(read_spans(tmp_path / SPANS)) == []
 
