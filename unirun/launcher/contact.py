@@ -135,8 +135,10 @@ MASTER_RECEIVE_TIMEOUT = 2.0
 old stream may be silent for as long again as the cable was out."""
 
 RECONNECT_TIMEOUT = 0.5
-"""Seconds that an attempt has, and between the beginnings of two. Each third one has twice as long, as the master may
-be busy."""
+"""Seconds that an attempt has, and between the beginnings of two. After each three it has twice as long, as the master
+may be busy, but at most `MAX_RECONNECT_FACTOR` times as long."""
+
+MAX_RECONNECT_FACTOR = 8
 
 HEAD_CONNECT_TIMEOUT = 3.0
 """Seconds in which a process on the head must let this node in: the agent there needs half a second to see that no
@@ -216,7 +218,8 @@ class Contact:
                 began = time.monotonic()
                 if began - self._heard >= MASTER_RECEIVE_TIMEOUT:
                     try:
-                        return await self._again(epoch, RECONNECT_TIMEOUT * 2 ** (number // 3))
+                        factor = min(2 ** (number // 3), MAX_RECONNECT_FACTOR)
+                        return await self._again(epoch, RECONNECT_TIMEOUT * factor)
                     except (RendezvousError, WireError):
                         number += 1
                 else:

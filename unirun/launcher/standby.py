@@ -74,7 +74,8 @@ def start_at(vacant: float, wait: float, attempts: CandidateAttempts, nodes: int
     """
     if not attempts.number:
         return vacant + wait
-    delay = max(min(DELAY * 2 ** (attempts.number - 1), MAX_DELAY), PER_NODE_DELAY * nodes)
+    # A job may train for hours without a master: the power of its attempts is no float then.
+    delay = max(DELAY * min(2 ** (attempts.number - 1), MAX_DELAY / DELAY), PER_NODE_DELAY * nodes)
     pause = CANDIDATE_START_TIMEOUT if attempts.coming_up else delay
     return max(vacant + wait, attempts.started + pause)
 

@@ -64,6 +64,9 @@ class TestTheStart:
         ]
         assert starts == [DELAY, 2 * DELAY, MAX_DELAY, MAX_DELAY, MAX_DELAY]
 
+    def test_candidates_start_for_as_long_as_it_takes(self) -> None:
+        assert start_at(0.0, 0.0, CandidateAttempts(5000, started=10.0), 1) == 10.0 + MAX_DELAY
+
     def test_another_candidate_waits_longer_in_a_job_of_many_nodes(self) -> None:
         assert start_at(0.0, 0.0, CandidateAttempts(9, started=10.0), 1000) == 10.0 + PER_NODE_DELAY * 1000
 

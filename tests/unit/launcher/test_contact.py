@@ -164,6 +164,24 @@ def test_the_attempts_of_an_agent_are_short_again_when_it_has_heard_its_master(
     assert harness.attempts[-1] == (3, 0.02)
 
 
+def test_an_agent_connects_anew_for_as_long_as_it_takes(
+    harness: ContactHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signs that its node is not given up may keep it for hours without a master."""
+    monkeypatch.setattr(contacts, "RECONNECT_TIMEOUT", 1e-9)
+    harness.answers, harness.failing = False, 3200
+
+    async def play() -> None:
+        stream = await harness.stream()
+        harness.begin(stream)
+        _, again = await harness.contact.keep(3, stream)
+        stream.abort()
+        again.abort()
+
+    harness.run(play)
+    assert harness.attempts[-1] == (3, 8e-9)
+
+
 def test_there_are_no_beats_to_a_master_on_this_host(harness: ContactHarness, tmp_path: Path) -> None:
     harness.endpoint = Endpoint("unix", tmp_path)
 
