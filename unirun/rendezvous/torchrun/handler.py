@@ -623,7 +623,9 @@ class StoreHandler(DynamicRendezvousHandler):
         with self._backend.patient(self._config.close_timeout):
             closed = super().shutdown()
         state = self._state_holder.state
-        self._backend.leave([str(node) for node in {*state.participants, *state.wait_list}])
+        # One that is left over has to read that the run is closed. Otherwise it would begin the run anew.
+        members = {*state.participants, *state.wait_list, *state.redundancy_list}
+        self._backend.leave([str(node) for node in members])
         self._kv.close()
         return closed
 

@@ -13,6 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousGracefulExitError,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousTimeoutError,
@@ -275,6 +276,21 @@ def test_the_last_node_deletes_the_runs_keys_so_that_its_id_can_be_reused(node: 
     assert store.get_prefix("run1/").items == ()
     assert {info.world_size for info in meet(node(), node())} == {2}
     assert bystanders
+
+
+def test_a_node_that_is_left_over_ends_with_the_run_and_does_not_begin_it_anew(
+    node: Node, store: Switch
+) -> None:
+    one, left_over = node(nodes=(1, 1)), node(nodes=(1, 1))
+    meet(one)
+    with ThreadPoolExecutor() as pool:
+        joining = pool.submit(left_over.next_rendezvous)
+        until(lambda: len(store.get_prefix("run1/nodes/").items) == 2)
+        one.shutdown()
+        assert store.get("run1/state/current") is not None
+        assert isinstance(joining.exception(WAIT), RendezvousGracefulExitError)
+    left_over.shutdown()
+    assert store.get_prefix("run1/").items == ()
 
 
 def test_torchrun_runs_with_similar_ids_do_not_meet(node: Node, store: Switch) -> None:
