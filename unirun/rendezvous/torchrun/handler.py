@@ -504,7 +504,7 @@ class RoundStore(TorchStore):
             while (left := deadline - time.monotonic()) > 0:
                 try:
                     news = watch.changes(left)
-                except StoreAway as error:
+                except StoreError as error:
                     raise DistStoreError(f"wait for {key!r}: {error}") from error
                 items = news.items if isinstance(news, Listing) else [c for c in news if c.kind == "put"]
                 if items:

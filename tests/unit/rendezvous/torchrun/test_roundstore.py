@@ -7,12 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from threading import Thread
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 from torch.distributed import DistStoreError, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.utils.store import barrier, get_all
 
-from unirun.errors import OutcomeUnknown, StoreAway
+from unirun.errors import OutcomeUnknown, StoreAway, StoreRefused
 from unirun.rendezvous.store.memory import MemoryStore, MemoryWatch
 from unirun.rendezvous.store.protocol import MAX_CHANGES, Compare, KeyValue, Listing, Outcome, Put
 from unirun.rendezvous.torchrun import handler
@@ -285,3 +286,19 @@ def test_round_store_get_does_not_return_a_deleted_value(store: MemoryStore, age
     agents.set_timeout(timedelta(milliseconds=20))
     with pytest.raises(DistStoreError, match="wait for 'key': nobody has set it in time"):
         agents.get("key")
+
+
+def test_round_store_get_raises_torchs_error_when_the_store_refuses_while_it_waits() -> None:
+    class Refusing(MemoryStore):
+        """Refuses as soon as it is watched, as etcd does when a role has lost its permission."""
+
+        def watch(self, prefix: str, from_revision: int) -> MemoryWatch:
+            watch = super().watch(prefix, from_revision)
+            watch.changes = self._refuse  # type: ignore[method-assign]
+            return watch
+
+        def _refuse(self, timeout: float) -> NoReturn:
+            raise StoreRefused("it does not let this client read", "grant it")
+
+    with pytest.raises(DistStoreError, match="wait for 'key': it does not let this client read"):
+        round_store(Refusing()).get("key")
