@@ -52,7 +52,8 @@ deadline by the delay.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable
+from collections import Counter
+from collections.abc import Collection, Container, Iterable
 
 CLOCK_DRIFT = 0.01
 """The most by which a clock runs too fast or too slow."""
@@ -109,6 +110,9 @@ class Silence:
         self._heard: dict[str, float] = {}
         # When the countdown of a silent node has begun; None while its mark is being written.
         self._silent: dict[str, float | None] = {}
+        # The marks of a node that are not written yet. A store may be so slow that a node is heard, and is silent once
+        # more, before its first mark is written: that one is removed again before the second is.
+        self._unwritten: Counter[str] = Counter()
         self._looked = now
         self.stalled = 0.0
 
@@ -121,10 +125,12 @@ class Silence:
         self._heard.pop(node, None)
         self._silent.pop(node, None)
 
-    def marked(self, nodes: Iterable[str], now: float) -> None:
-        """Note that the silence of `nodes` is in the store, so that their last `GIVE_UP_DELAY` seconds begin."""
+    def marked(self, nodes: Collection[str], now: float) -> None:
+        """Note that the silence of `nodes` is in the store, so that their last `GIVE_UP_DELAY` seconds begin. Called
+        once for each time that `look` has returned them as silent, in that order."""
+        self._unwritten.subtract(nodes)
         for node in nodes:
-            if node in self._silent:
+            if node in self._silent and not self._unwritten[node]:
                 self._silent[node] = now
 
     def watches(self, node: str) -> bool:
@@ -152,6 +158,7 @@ class Silence:
             if now - at > SILENCE_TIMEOUT and node not in self._silent
         )
         self._silent |= dict.fromkeys(silent)
+        self._unwritten.update(silent)
         due = {
             node: at + GIVE_UP_DELAY
             for node, at in self._silent.items()

@@ -85,6 +85,18 @@ def test_a_mark_of_a_node_that_is_back_means_nothing() -> None:
     assert watched.until(9.0) == []
 
 
+def test_the_mark_of_an_earlier_silence_means_nothing_for_the_present_one() -> None:
+    """It is removed from the store before the mark of the present one is written."""
+    watched = Watched(n0=0.0)
+    watched.until(5.0, marks=False)
+    watched.silence.heard("n0", watched.now)
+    watched.until(10.0, marks=False)
+    watched.silence.marked(["n0"], watched.now)
+    assert watched.until(20.0) == []
+    watched.silence.marked(["n0"], watched.now)
+    assert watched.until(30.0) == [(23.0, ((), ("n0",), ()))]
+
+
 def test_the_loss_of_a_rack_is_one_decision() -> None:
     """Its power fails at once; the last beats of its nodes came within one period."""
     watched = Watched(n0=0.0, n1=0.4, n2=0.9)
