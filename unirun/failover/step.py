@@ -189,6 +189,8 @@ def _handle(draft: JobDraft, event: Event) -> None:
             losses = draft.state.losses
             draft.put(replace(draft.state, losses={}))
             nodes_lost(draft, losses)
+            # No role may start again, and `grow` may have waited for this.
+            draft.grow_soon()
         case Due.JOIN:
             _join_timed_out(draft)
         case Due.REJOIN:

@@ -17,7 +17,7 @@ from tests.unit.failover.takeover import join, take_over
 from unirun.collocation import Device, Node
 from unirun.errors import Refused
 from unirun.failover.context import decode, encode, urgent
-from unirun.failover.draft import GROWTH_DELAY, Absent, After, Arrived, Due, ToGuest
+from unirun.failover.draft import GROWTH_DELAY, Absent, After, AgentLost, Arrived, Due, ToGuest
 from unirun.failover.nodes import made_up, next_life, trouble
 from unirun.failover.state import JOB_ENDS
 from unirun.values import WorkerId
@@ -368,6 +368,14 @@ class TestGrowth:
         for rank in (1, 2, 3):
             job.exits("actor", rank, by=TERM, asked=TERM)
         job.all_run("actor")
+        assert After(GROWTH_DELAY, Due.GROWTH) in job.commands
+        assert len(places(job.on(Due.GROWTH))) == 6
+
+    def test_a_role_grows_though_a_spare_is_lost_at_that_moment(self) -> None:
+        job = come(elastic(), "n2", "n3")
+        job.losses_apart = False
+        job.on(AgentLost("n3", "its stream ended"), Due.GROWTH)
+        assert len(places(job)) == 4
         assert After(GROWTH_DELAY, Due.GROWTH) in job.commands
         assert len(places(job.on(Due.GROWTH))) == 6
 
