@@ -187,9 +187,8 @@ class Question:
         if why := self._not_listening(port):
             return why
         try:
-            status = await _get(
-                host, port, parts.netloc, parts._replace(scheme="", netloc="").geturl() or "/"
-            )
+            target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+            status = await _get(host, port, parts.netloc, target)
         except (OSError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             return f"{url} does not answer: {_words(error)}"
         return "" if 200 <= status < 300 else f"{url} answers with status {status}"

@@ -117,7 +117,11 @@ class TestHttp:
         assert asked(OK + b"x" * 10**6) == ""
         assert asked(b"H" * 10**6).startswith("/health does not answer: ")
 
-    def test_http_asks_for_the_path_and_query_of_its_url(self) -> None:
+    @pytest.mark.parametrize(
+        ("rest", "target"),
+        [("/v1/x?a=b", b"/v1/x?a=b"), ("", b"/"), ("?a=b", b"/?a=b"), ("//x#y", b"//x")],
+    )
+    def test_http_asks_for_the_path_and_query_of_its_url(self, rest: str, target: bytes) -> None:
         lines: list[bytes] = []
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -128,11 +132,11 @@ class TestHttp:
         async def main() -> tuple[int, str]:
             async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
                 port = listening.sockets[0].getsockname()[1]
-                return port, await ask(Probe("http", (f"http://127.0.0.1:{port}/v1/x?a=b",)))
+                return port, await ask(Probe("http", (f"http://127.0.0.1:{port}{rest}",)))
 
         port, why = asyncio.run(main())
         assert why == ""
-        assert lines[0] == b"GET /v1/x?a=b HTTP/1.1"
+        assert lines[0] == b"GET " + target + b" HTTP/1.1"
         assert f"Host: 127.0.0.1:{port}".encode() in lines
 
     def test_http_of_ipv6_is_asked_in_brackets(self) -> None:
