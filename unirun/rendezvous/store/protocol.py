@@ -295,7 +295,7 @@ def _etcd(rest: str, faults: list[Fault]) -> EtcdAddress:
     _check_options(options, faults)
     return EtcdAddress(
         endpoints=_endpoints(hosts, faults),
-        prefix=_prefix(options.get("prefix", DEFAULT_PREFIX), faults),
+        prefix=_prefix(options.get("prefix", DEFAULT_PREFIX)),
         timeout=_timeout(options.get("timeout"), faults),
         **{name: options.get(name) for name in ("cacert", "cert", "key", "user", "password_file")},
     )
@@ -329,6 +329,8 @@ def _options(query: str, faults: list[Fault]) -> dict[str, str]:
             faults.append(Fault("", f"{name} is given twice", "give it once"))
         elif not equals or not value:
             faults.append(Fault("", f"{name} has no value", f"write {name}=…, or leave it out"))
+        elif not _is_text(value):
+            faults.append(Fault(name, "it is no text", "write it in UTF-8"))
         else:
             options[name] = unquote(value)
     return options
@@ -346,11 +348,16 @@ def _check_options(options: Mapping[str, str], faults: list[Fault]) -> None:
         faults.append(Fault("", "password_file is given, and user is not", "add user=NAME"))
 
 
-def _prefix(prefix: str, faults: list[Fault]) -> str:
+def _is_text(value: str) -> bool:
+    """Return False for bytes of the command line that are no UTF-8: a URL cannot have them."""
     try:
-        prefix.encode()
+        value.encode()
     except UnicodeEncodeError:
-        faults.append(Fault("prefix", "it is no text", "write it in UTF-8"))
+        return False
+    return True
+
+
+def _prefix(prefix: str) -> str:
     return prefix if prefix.endswith("/") else f"{prefix}/"
 
 

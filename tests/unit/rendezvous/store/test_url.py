@@ -112,6 +112,8 @@ def test_store_url_options_have_defaults() -> None:
         ("etcd://h?passwd=x", "it has a password; put"),
         ("etcd://h?pass=x", "it has a password; put"),
         ("etcd://h?prefix=\ud800", "prefix: it is no text; write it in UTF-8"),
+        ("etcd://h?cacert=/tmp/\udcff", "cacert: it is no text; write it in UTF-8"),
+        ("etcd://h?user=\udcff", "user: it is no text; write it in UTF-8"),
         ("etcd://h?cacert=a&cert=b", "cert is given, and key is not; add key=FILE"),
         ("etcd://h?cacert=a&key=b", "key is given, and cert is not; add cert=FILE"),
         ("etcd://h?cert=a&key=b", "a client certificate without cacert"),
