@@ -21,7 +21,7 @@ from unirun.errors import Refused, RendezvousError, WireError
 from unirun.failover.draft import addresses_of, welcome
 from unirun.failover.silence import FENCE_TIMEOUT
 from unirun.launcher import core, events
-from unirun.launcher.contact import Contact, Witness
+from unirun.launcher.contact import Contact, Witness, looked
 from unirun.launcher.debugging import Debugging
 from unirun.launcher.environment import FRESH, SpawnerKey, for_workers, mask_of
 from unirun.launcher.events import AgentState, end_of, holdings, masked
@@ -716,13 +716,13 @@ class Agent:
         while True:
             await asyncio.sleep(self._spec.sample_interval)
             self._kills = (self._kills[1], kills_so_far())
-            gpus = await asyncio.to_thread(self._devices.usage)
+            gpus = await looked(self._devices.usage) or {}
             sample = sample_of(self._state, self._progress.step_of, gpus)
             if sample.memory:
                 self._tell(sample)
-            if self._several and (addresses := await asyncio.to_thread(unanswered)):
+            if self._several and (addresses := await looked(unanswered)):
                 self._tell(Unanswered(self._state.node, addresses))
-            for sign in await asyncio.to_thread(self._health.look):
+            for sign in await looked(self._health.look) or ():
                 self._tell(sign)
 
     async def _end_spawners(self) -> None:

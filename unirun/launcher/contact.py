@@ -14,7 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from unirun.errors import RendezvousError, UnirunError, WireError
 from unirun.failover.silence import (
@@ -33,8 +33,22 @@ from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Stream, StreamServer, connect
 from unirun.wire.credentials import Credentials, load_credentials
 from unirun.wire.messages import Dismissed, Heartbeat
-from unirun.wire.reporting import report
+from unirun.wire.reporting import lacks_threads, report
 from unirun.wire.reports import Knock
+
+T = TypeVar("T")
+
+
+async def looked(look: Callable[[], T]) -> T | None:
+    """Return what `look` finds, which may take long; None where no thread can be started. A worker may have used up all
+    processes of its user, which is no reason to end the others."""
+    try:
+        return await asyncio.to_thread(look)
+    except RuntimeError as error:
+        if not lacks_threads(error):
+            raise
+        return None
+
 
 # The time when an agent must kill its workers as its node may have been given up (`unirun.failover.silence`).
 
@@ -241,9 +255,11 @@ class Contact:
             return True
         # Also a store that cannot be opened any more, as that of a directory which was deleted.
         with contextlib.suppress(UnirunError):
-            if await asyncio.to_thread(self._latest_epoch) != epoch:
-                return False
-            self._led = began
+            latest = await looked(self._latest_epoch)
+            if latest is not None:
+                if latest != epoch:
+                    return False
+                self._led = began
         return True
 
     async def _beat(self, stream: Stream) -> None:
@@ -273,7 +289,7 @@ class Contact:
             else:
                 # Also a store that cannot be opened any more, as one whose password is gone.
                 with contextlib.suppress(UnirunError):
-                    if not await asyncio.to_thread(self._is_marked):
+                    if await looked(self._is_marked) is False:
                         self._fence.unmarked(began, clock())
             self._set_timer()
 

@@ -321,8 +321,10 @@ class Standby:
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
 
         if not self._takes_lock:
-            self._takes_lock = True
-            threading.Thread(target=take, name="unirun-lock", daemon=True).start()
+            # Where no thread can be started, the next candidate tries again.
+            with suppress(RuntimeError):
+                threading.Thread(target=take, name="unirun-lock", daemon=True).start()
+                self._takes_lock = True
 
     def _popen(self, deposing: int) -> _Master:
         self._take_lock()

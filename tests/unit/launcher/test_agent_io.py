@@ -178,6 +178,10 @@ def out_of_processes(_: Borrow) -> NoReturn:
     raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
+def out_of_threads(*_: object) -> NoReturn:
+    raise RuntimeError("can't start new thread")
+
+
 class AgentIo(RuleBasedStateMachine):
     """An agent with a role of programs on one spawner."""
 
@@ -358,6 +362,14 @@ class AgentIo(RuleBasedStateMachine):
         assert [each.exit.code for each in self.agent._state.ended.values() if each.exit][-1] == 1
         self.workers = {}
         self.a_worker_is_launched(0, probed=False, forked=False)
+
+    @rule()
+    def no_thread_can_be_started_for_a_while(self) -> None:
+        """A worker has used up all processes of its user, for example. Samples are left out."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.loop, "run_in_executor", out_of_threads)
+            self.loop.passes(SPEC.sample_interval)
+        assert not self.agent._state.leaving
 
     def _lets_go(self) -> None:
         """The guard of a borrowed spawner tells its exit code."""

@@ -291,6 +291,27 @@ def test_an_agent_whose_store_cannot_be_opened_any_more_goes_on_until_its_time_i
     harness.run(play)
 
 
+def test_an_agent_that_can_start_no_thread_goes_on_until_its_time_is_over(
+    harness: ContactHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def out_of_threads(_: object) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(fences, "FENCE_TIMEOUT", 0.5)
+    monkeypatch.setattr(contacts, "TERM_CHECK_INTERVAL", 0.0)
+    monkeypatch.setattr(asyncio, "to_thread", out_of_threads)
+
+    async def play() -> None:
+        stream = await harness.stream()
+        harness.begin(stream)
+        assert await harness.contact.leads(1)
+        await harness.expired.wait()
+        assert not harness.tasks[-1].done(), "it does not look for signs any more"
+        stream.abort()
+
+    harness.run(play)
+
+
 @pytest.fixture
 def away(harness: ContactHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     """The head's address, for an agent on another host that has no store."""

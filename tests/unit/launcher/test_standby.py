@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -544,6 +545,28 @@ def test_a_standby_retries_a_candidate_that_cannot_be_started(
         assert not search.done()
         monkeypatch.setattr(sys, "executable", program)
         await started.until(1)
+        search.cancel()
+
+    run(fake_job, go)
+
+
+@pytest.mark.starts_processes
+def test_a_standby_that_can_start_no_thread_starts_a_candidate_all_the_same(
+    fake_job: FakeJob, started: StartedMasters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent must not end its workers where they have used up all processes of their user."""
+
+    class NoThread(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(standby, "threading", SimpleNamespace(Thread=NoThread))
+
+    async def go(watch: Standby) -> None:
+        search = asyncio.ensure_future(watch.next(1, WAIT_TIMEOUT))
+        coming = asyncio.ensure_future(started.until(1))
+        await asyncio.wait({search, coming}, return_when=asyncio.FIRST_COMPLETED)
+        assert not search.done()
         search.cancel()
 
     run(fake_job, go)
