@@ -15,7 +15,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from unirun.errors import IllegalTransition, Refused, StoreError, WireError
+from unirun.errors import IllegalTransition, JobError, Refused, StoreError, WireError
 from unirun.failover.context import ContextStore
 from unirun.failover.crashes import STORY, Crash, crash_of
 from unirun.failover.draft import (
@@ -49,7 +49,7 @@ from unirun.launcher.master.visitors import Answer, Questions, Visitors, tell_al
 from unirun.launcher.master.writer import StateWriter
 from unirun.observe.events import EventLog, EventReader, LineLog, led_to
 from unirun.observe.jobdir import JobDir, ProcessWatch
-from unirun.observe.status import JobStatus, write_status
+from unirun.observe.status import JobStatus, read_status, write_status
 from unirun.rendezvous.election import Term
 from unirun.rendezvous.endpoints import BIND_TIMEOUT
 from unirun.values import Value, WorkerId
@@ -152,7 +152,7 @@ class StatusFile:
         """Replace the file, and return the reason why it could not be written; empty when it was, or was not to be."""
         began = time.thread_time()
         made, problem = status(), ""
-        if self._another_writes():
+        if self._another_writes(made.epoch):
             return ""
         try:
             write_status(self._job, made)
@@ -163,10 +163,15 @@ class StatusFile:
         self._took = time.thread_time() - began
         return problem
 
-    def _another_writes(self) -> bool:
-        """Return True if another master has written the status since this one did: then the term of this one
+    def _another_writes(self, epoch: int) -> bool:
+        """Return True if another master has written the status since this one did: then the term `epoch` of this one
         is over, though it has not been told yet."""
-        return self._written != 0 and _written_at(self._job.state) not in (0, self._written)
+        if self._written in (0, _written_at(self._job.state)):
+            return False
+        # Users touch files, for example where old ones are deleted.
+        with suppress(JobError):
+            return read_status(self._job).epoch > epoch
+        return False
 
 
 def _written_at(path: Path) -> int:

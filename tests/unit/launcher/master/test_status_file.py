@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +16,7 @@ from tests.waiting import WAIT_TIMEOUT, eventually_async
 from unirun.failover.status_views import status_of
 from unirun.launcher.master.shell import StatusFile
 from unirun.observe.jobdir import JobDir
-from unirun.observe.status import JobStatus
+from unirun.observe.status import JobStatus, read_status, write_status
 
 
 @pytest.fixture
@@ -58,6 +59,26 @@ def test_a_status_that_cannot_be_written_is_told_and_written_with_the_next_chang
 
     asyncio.run(main())
     assert job_dir.state.is_file()
+
+
+def test_a_status_is_written_on_when_it_was_touched_but_not_when_another_master_has_written_it(
+    job_dir: JobDir,
+) -> None:
+    problems: list[str] = []
+    state = Job({"actor": 1}).state
+
+    async def main() -> None:
+        file = StatusFile(job_dir, lambda: partial(status_of, state, {}, {}, epoch=1), problems.append)
+        await file.write()
+        os.utime(job_dir.state, ns=(1, 1))
+        await file.write()
+        assert job_dir.state.stat().st_mtime_ns != 1
+        write_status(job_dir, status_of(state, {}, {}, epoch=2))
+        await file.write()
+        assert read_status(job_dir).epoch == 2
+
+    asyncio.run(main())
+    assert problems == []
 
 
 def test_a_change_while_the_status_is_written_is_written_too(job_dir: JobDir) -> None:
