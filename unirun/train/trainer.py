@@ -671,8 +671,9 @@ class Trainer:
         start = checkpoint_of(checkpoint, local=not self._setup.options)
         strategy = CheckpointStrategy() if checkpoint_strategy is None else checkpoint_strategy
         require("checkpoint_strategy", strategy, CheckpointStrategy, "give a CheckpointStrategy(...)")
+        self._leave_run()
         if self._run is not None:
-            # One that was not iterated to its end.
+            # Another thread iterates over it.
             self._run.close()
         attempts = self._started()
         url, local = self._next_run()
