@@ -400,6 +400,7 @@ class TrainingIterator:
 
     def _run(self) -> Generator[list[dict[str, Any]], None, None]:
         error: BaseException | None = None
+        self._workers.error = ""
         try:
             self._callbacks.start(self._logdir, self._task.config)
             while self._results is None:
@@ -421,7 +422,8 @@ class TrainingIterator:
             raise
         finally:
             self._error = error
-            self._workers.error = type(error).__name__ if error is not None else ""
+            if error is not None:
+                self._workers.error = type(error).__name__
             try:
                 self._callbacks.finish(error)
             finally:

@@ -761,13 +761,16 @@ class Trainer:
 
     def shutdown(self) -> None:
         """End the workers, also those of its trainables. `run` would start others."""
-        for trainable in tuple(self._trainables):
-            trainable.close()
-        if self._run is not None:
-            self._run.close()
-        finalizer, self._finalizer, self._attempts = self._finalizer, None, None
-        if finalizer is not None:
-            finalizer()
+        try:
+            for trainable in tuple(self._trainables):
+                trainable.close()
+            if self._run is not None:
+                self._run.close()
+        finally:
+            # Also when a callback raises, as the end of its run calls that.
+            finalizer, self._finalizer, self._attempts = self._finalizer, None, None
+            if finalizer is not None:
+                finalizer()
 
     def __enter__(self) -> Trainer:
         return self

@@ -228,6 +228,7 @@ class Workers:
 
     name = "w"
     lives = True
+    error = ""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -717,6 +718,29 @@ def test_an_error_of_a_callback_ends_a_run_that_survives_such_errors_of_its_func
     assert raised.value is error
     assert calm.recorded.calls == ["start", f"finish {error}"]
     assert len(calm.interrupts) == 2
+
+
+def test_the_error_of_a_program_that_leaves_its_run_is_that_of_the_job(calm: Run) -> None:
+    next(calm.iterator)
+    trainer: Any = train.Trainer(1, "none")
+    trainer._run, trainer._attempts = calm.iterator, calm.iterator._attempts
+    with pytest.raises(LookupError), trainer:
+        raise LookupError
+    assert calm.workers.error == "LookupError"
+
+
+def test_workers_end_though_a_callback_of_the_run_that_was_left_raises(calm: Run) -> None:
+    def raises(error: BaseException | None) -> None:
+        raise OSError("no space")
+
+    calm.recorded.finish_training = raises  # type: ignore[method-assign]
+    next(calm.iterator)
+    trainer: Any = train.Trainer(1, "none")
+    stopped: list[str] = []
+    trainer._run, trainer._finalizer = calm.iterator, lambda: stopped.append("workers")
+    with pytest.raises(OSError, match="no space"):
+        trainer.shutdown()
+    assert stopped == ["workers"]
 
 
 def test_values_that_checkpoints_do_not_have_are_told_once(
