@@ -335,12 +335,14 @@ class TrainingIterator:
         """The values that the function has returned, in rank order. With `force`, the reports that are left
         are taken first.
 
-        Raises `UsageError` when the run is not finished.
+        Raises `UsageError` when the run is not finished, and `TrainingFailed` when it has failed before.
         """
         if force:
             for _ in self:
                 continue
         if self._results is None:
+            if self._error is not None:
+                raise TrainingFailed(f"the run has failed: {self._error!r}") from self._error
             raise UsageError("the run is not finished", "iterate to its end, or pass force=True")
         return list(self._results)
 

@@ -716,6 +716,9 @@ def test_an_error_of_a_callback_ends_a_run_that_survives_such_errors_of_its_func
     with pytest.raises(type(error)) as raised:
         calm.iterator.get_final_results(force=True)
     assert raised.value is error
+    with pytest.raises(TrainingFailed, match="the run has failed: ") as again:
+        calm.iterator.get_final_results(force=True)
+    assert again.value.__cause__ is error
     assert calm.recorded.calls == ["start", f"finish {error}"]
     assert len(calm.interrupts) == 2
 
