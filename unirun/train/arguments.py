@@ -249,7 +249,9 @@ def takes_config(function: Any, *, given: bool) -> bool:
         raise UsageError(
             f"{name_of(function)} takes {names}", "write it with one argument, config, or with none"
         )
-    return bool(needed) or any(p.name == "config" for p in parameters)
+    # One that is taken by its name alone may have its value, as in ``partial(f, config=…)``.
+    by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    return bool(needed) or any(p.name == "config" and p.kind not in by_name for p in parameters)
 
 
 def checkpoint_of(given: Any, *, local: bool) -> str | dict[str, Any] | None:

@@ -166,6 +166,10 @@ class Called:
         (lambda other=None: other, (False, False)),
         (lambda *rest, **named: rest, (False, False)),
         (partial(two, 1), (True, True)),
+        (lambda *config: config, (True, True)),
+        # It has a config already, or takes it by name alone.
+        (partial(keyword_only, config=1), (False, False)),
+        (lambda **config: config, (False, False)),
         (Called(), (True, True)),
         (os.getpid, (False, False)),
         # It does not say what it takes.
