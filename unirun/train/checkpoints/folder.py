@@ -311,7 +311,11 @@ class Folder:
         return file
 
     def remove(self, number: int) -> None:
-        """Delete a checkpoint, unless a user has deleted it; its manifest first, so that no half of one counts."""
+        """Delete a checkpoint, unless a user has deleted it; its manifest first, so that no half of one counts. Of a
+        link, with which a user has put it elsewhere, only the link."""
+        if self.local and os.path.islink(self.inside(number)):
+            os.unlink(self.inside(number))
+            return
         for path, whole in ((self.inside(number, MANIFEST), False), (self.inside(number), True)):
             with suppress(FileNotFoundError):
                 self.files.rm(path, recursive=whole)

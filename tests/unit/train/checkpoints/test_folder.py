@@ -66,6 +66,17 @@ def test_what_was_not_finished_is_deleted(folder: Folder) -> None:
     assert folder.numbers() == [1]
 
 
+def test_one_that_a_user_has_put_elsewhere_is_used_and_only_the_link_to_it_is_deleted(tmp_path: Path) -> None:
+    folder, elsewhere = Folder(f"{tmp_path}/run"), tmp_path / "elsewhere"
+    saved(folder, 1)
+    Path(folder.path(1)).rename(elsewhere)
+    Path(folder.path(1)).symlink_to(elsewhere)
+    assert [info.number for info in folder.infos()] == [1]
+    folder.remove(1)
+    assert folder.numbers() == []
+    assert sorted(os.listdir(elsewhere)) == ["checkpoint.json", "state.pt"]
+
+
 @pytest.mark.parametrize("damage", [b"weight", b"weights and more", b""])
 def test_one_whose_files_have_other_sizes_is_skipped_with_a_warning(
     folder: Folder, capfd: pytest.CaptureFixture[str], damage: bytes
