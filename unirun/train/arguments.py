@@ -15,11 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-import fsspec
-
 from unirun.errors import UsageError
 from unirun.observe.ownership import exposure, make_private
-from unirun.train.checkpoints import Folder
+from unirun.train.checkpoints import Folder, file_system
 from unirun.train.data import Files
 from unirun.values import natural
 from unirun.wire.reporting import report
@@ -40,12 +38,7 @@ def check_writable(url: str) -> None:
     files: runs read their checkpoints again, which are pickles. Errors of other file systems are only known
     when something is written there."""
     if "://" in url:
-        try:
-            fsspec.url_to_fs(url)
-        except (ValueError, ImportError) as error:
-            raise UsageError(
-                f"logdir {url} cannot be used: {error}", "see fsspec for what it needs"
-            ) from error
+        _check_kind("logdir", url)
         return
     try:
         make_private(Path(url))
@@ -58,6 +51,14 @@ def check_writable(url: str) -> None:
         raise UsageError(f"logdir {url} cannot be written: {error.strerror}", "give another one") from error
 
 
+def _check_kind(what: str, url: str) -> None:
+    """Raise `UsageError` for a URL of a kind that fsspec does not know, or has no package for."""
+    try:
+        file_system(url)
+    except (ValueError, ImportError) as error:
+        raise UsageError(f"{what} {url} cannot be used: {error}", "see fsspec for what it needs") from error
+
+
 LOCK = ".lock"
 """The file in the directory of a run that the trainer locks whose run it is."""
 
@@ -67,7 +68,7 @@ FINISHED = "finished"
 
 def runs_in(logdir: str) -> dict[int, str]:
     """The folders of the runs, by their numbers, in ascending order. Raises OSError."""
-    files, root = fsspec.url_to_fs(logdir)
+    files, root = file_system(logdir)
     found = files.ls(root, detail=False, refresh=True) if files.exists(root) else []
     names = sorted(str(path).rstrip("/").rpartition("/")[2] for path in found)
     runs = (re.fullmatch(r"run_(\d{3,})(-[0-9a-f]{8})?", name) for name in names)
@@ -80,7 +81,7 @@ def left_unfinished(logdir: str) -> str:
     (last,) = [*runs_in(logdir).values()][-1:] or [""]
     if not last:
         return ""
-    files, root = fsspec.url_to_fs(last)
+    files, root = file_system(last)
     return last if not files.exists(f"{root}/{FINISHED}") and Folder(f"{last}/checkpoints").infos() else ""
 
 
@@ -120,7 +121,7 @@ def release(file: IO[str] | None) -> None:
 
 def mark_finished(url: str) -> None:
     """Note that the function of a run has returned. Raises OSError."""
-    files, root = fsspec.url_to_fs(url)
+    files, root = file_system(url)
     files.pipe_file(f"{root}/{FINISHED}", b"")
 
 
@@ -267,5 +268,6 @@ def checkpoint_of(given: Any, *, local: bool) -> str | dict[str, Any] | None:
             f"{url} is no checkpoint", "give what latest_checkpoint or best_checkpoint_path returns"
         )
     if local:
+        _check_kind("checkpoint", url)
         Folder(folder).require(step)
     return url

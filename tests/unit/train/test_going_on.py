@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 
 from unirun.errors import UsageError
-from unirun.train.arguments import hold, left_unfinished, mark_finished, next_run, release, runs_in
+from unirun.train.arguments import (
+    check_writable,
+    hold,
+    left_unfinished,
+    mark_finished,
+    next_run,
+    release,
+    runs_in,
+)
 from unirun.train.callbacks import Callbacks
 from unirun.train.checkpoints import CheckpointStrategy, Folder, Info
 from unirun.train.checkpoints.writer import CheckpointWriter
@@ -28,16 +36,20 @@ def with_checkpoint(run: str) -> None:
     writer.close()
 
 
-def test_the_run_of_a_number_is_found_again(tmp_path: Path) -> None:
-    logdir = str(tmp_path)
+@pytest.mark.parametrize("name", ["logs", "a::b", "a?b", "50%", "[1]*"])
+def test_the_run_of_a_number_is_found_again(tmp_path: Path, name: str) -> None:
+    logdir = str(tmp_path / name)
+    check_writable(logdir)
     first, second = (next_run(logdir)[0] for _ in range(2))
     assert runs_in(logdir) == {1: first, 2: second}
     assert next_run(logdir, 1) == (first, first)
     assert next_run(logdir, 3) == (f"{logdir}/run_003", f"{logdir}/run_003")
 
 
-def test_a_run_that_has_a_checkpoint_and_no_end_is_told(tmp_path: Path) -> None:
-    logdir = str(tmp_path)
+@pytest.mark.parametrize("name", ["logs", "a::b"])
+def test_a_run_that_has_a_checkpoint_and_no_end_is_told(tmp_path: Path, name: str) -> None:
+    logdir = str(tmp_path / name)
+    check_writable(logdir)
     assert left_unfinished(logdir) == ""
     run, _ = next_run(logdir)
     # It has nothing to go on from.
@@ -46,6 +58,7 @@ def test_a_run_that_has_a_checkpoint_and_no_end_is_told(tmp_path: Path) -> None:
     assert left_unfinished(logdir) == run
     mark_finished(run)
     assert left_unfinished(logdir) == ""
+    assert Path(run, "finished").exists()
 
 
 def test_runs_behind_a_url_are_found_too(capsys: pytest.CaptureFixture[str]) -> None:

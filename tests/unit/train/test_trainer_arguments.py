@@ -206,6 +206,11 @@ def test_a_checkpoint_that_is_not_there_is_told(tmp_path: Path) -> None:
         Trainer().run(function, checkpoint=tmp_path / "000003")
 
 
+def test_a_checkpoint_at_a_url_that_nobody_knows_is_told() -> None:
+    message = "checkpoint nowhere://runs/000003 cannot be used: Protocol not known: nowhere; see fsspec"
+    assert told(lambda: Trainer().run(function, checkpoint="nowhere://runs/000003")).startswith(message)
+
+
 def test_a_checkpoint_that_is_damaged_is_told(tmp_path: Path) -> None:
     (tmp_path / "000003").mkdir()
     (tmp_path / "000003" / "checkpoint.json").write_text("{")

@@ -86,13 +86,23 @@ class Summed:
         return getattr(self._stream, name)
 
 
+def file_system(url: str) -> tuple[Any, str]:
+    """The file system of a path or URL, and the path there. Raises ValueError and ImportError for a URL of a kind that
+    fsspec does not know."""
+    if "://" in url:
+        found: tuple[Any, str] = fsspec.url_to_fs(url)
+        return found
+    # In a path, two colons are part of a name.
+    files = fsspec.filesystem("file")
+    return files, files._strip_protocol(url)
+
+
 class Folder:
     """Checkpoints at `url`. All methods raise OSError."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self.files: Any
-        self.files, self._root = fsspec.url_to_fs(self.url)
+        self.files, self._root = file_system(self.url)
 
     def path(self, number: int) -> str:
         """The path or URL of a checkpoint, as users see it."""
