@@ -115,7 +115,9 @@ def _small_bytes(value: Any) -> bytes:
         # The conjugate or the negative of another tensor is a view, which has no bytes of its own.
         plain = value.detach().cpu().resolve_conj().resolve_neg()
         return plain.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
-    return value.tobytes() if isinstance(value, numpy.ndarray) and value.nbytes <= SMALL else b""
+    # An array of objects has their addresses, which differ between ranks.
+    small = isinstance(value, numpy.ndarray) and value.nbytes <= SMALL and not value.dtype.hasobject
+    return value.tobytes() if small else b""
 
 
 def is_sharded(value: Any) -> bool:

@@ -153,8 +153,9 @@ class TestOutlines:
             (torch.zeros(100_000), torch.ones(100_000)),
             (torch.arange(3), torch.arange(3)),
             (threading.Event(), threading.Event()),
+            (numpy.array([{"a": 1}, "b"]), numpy.array([{"a": 1}, "b"])),
         ],
-        ids=["order", "weights", "values", "large tensors", "small tensors", "objects"],
+        ids=["order", "weights", "values", "large tensors", "small tensors", "objects", "array of objects"],
     )
     def test_they_are_alike(self, one: Any, other: Any) -> None:
         assert outline({"it": one}) == outline({"it": other})
