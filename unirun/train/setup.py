@@ -216,7 +216,8 @@ class TorchConfig:
             )
         if isinstance(timeout_s, timedelta):
             timeout_s = timeout_s.total_seconds()
-        if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or not timeout_s > 0:
+        number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+        if not number or not 0 < timeout_s < math.inf:
             raise UsageError(f"TorchConfig(timeout_s={timeout_s!r})", "give seconds")
         self.backend, self.timeout_s = backend, float(timeout_s)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from typing import Any
 
@@ -106,6 +107,7 @@ def test_the_timeout_of_the_process_group_reaches_the_workers(seconds: Any) -> N
         ({"backend": "mpi"}, "TorchConfig(backend='mpi'); it is 'gloo', 'nccl' or None"),
         ({"init_method": "file:///x"}, "TorchConfig(init_method='file:///x'); leave it out: the ranks meet"),
         ({"timeout_s": 0}, "TorchConfig(timeout_s=0); give seconds"),
+        ({"timeout_s": math.inf}, "TorchConfig(timeout_s=inf); give seconds"),
         ({"timeout_s": "60"}, "TorchConfig(timeout_s='60'); give seconds"),
     ],
 )
