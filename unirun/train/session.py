@@ -381,8 +381,10 @@ def _batches(loader: DataLoader[Any]) -> tuple[Any, ...]:
 
 
 def check_names(metrics: Mapping[str, Any]) -> None:
-    """Raise `UsageError` for a name of a metric that is reserved."""
+    """Raise `UsageError` for a name of a metric that is reserved, or no text."""
     for name in metrics:
+        if not isinstance(name, str):
+            raise UsageError(f"the name of a metric is {name!r}", "give a text")
         if name.startswith(RESERVED):
             raise UsageError(
                 f"the metric {name!r} begins with an underscore", "such names are those that unirun adds"

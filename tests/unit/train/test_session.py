@@ -281,6 +281,11 @@ class TestReports:
         with pytest.raises(UsageError, match="begins with an underscore"):
             train.report(**{name: 1})
 
+    def test_a_name_that_is_no_text_is_refused(self, session: Session) -> None:
+        metrics: Any = {0: 0.5}
+        with pytest.raises(UsageError, match="^the name of a metric is 0; give a text$"):
+            train.report(metrics)
+
 
 class TestACheckpointThatIsNotLoaded:
     """The function goes on from one, and begins anew."""
