@@ -170,8 +170,8 @@ def _finish(
 ) -> RoleSpec:
     """The settings that roles and the trainer have in common."""
     keys = ("cwd", *RESTART_KEYS, *HANG_KEYS, "start_method", "python")
-    wide = {key: job.fields[key] for key in keys if key in job.fields}
-    role = Section({**wide, **role.fields}, role.where, role.faults)
+    wide = {key: job.fields[key] for key in keys if key in job.fields and not role.given(key)}
+    role = Section({**role.fields, **wide}, role.where, role.faults)
     cwd = role.text("cwd") or None
     if cwd is not None and not os.path.isdir(cwd):
         role.fault("cwd", f"{cwd!r} is no directory")

@@ -155,10 +155,12 @@ def test_each_key_of_a_role_sets_its_field(key: str) -> None:
 WIDE = {*JOB_WIDE_KEYS} - {"script", "module", "program", "function", "workload", "contract", "env"}
 
 
+@pytest.mark.parametrize("null", [False, True], ids=["without the key", "null"])
 @pytest.mark.parametrize("key", sorted(WIDE - {"stragglers"}))
-def test_a_role_has_the_settings_of_the_job(key: str) -> None:
+def test_a_role_has_the_settings_of_the_job(key: str, null: bool) -> None:
     written, differs = ROLE[key]
-    found = parsed({"script": "train.py", "roles": {"a": {"count": 4}}, **written}).role("a")
+    role = {"count": 4, **({key: None} if null else {})}
+    found = parsed({"script": "train.py", "roles": {"a": role}, **written}).role("a")
     plain = parsed({"script": "train.py", "roles": {"a": {"count": 4}}}).role("a")
     assert differing(found, plain) == differs
 
