@@ -176,18 +176,18 @@ class Call:
             self._loaded.clear()
             self._bad = 0
 
-    def finish(self) -> None:
-        """End the call: the outcomes that are there decide."""
-        self._end(self._error if self.failed else None)
+    def finish(self) -> bool:
+        """End the call: the outcomes that are there decide. Returns False if it was over."""
+        return self._end(self._error if self.failed else None)
 
-    def expire(self) -> None:
-        """End the call at its deadline."""
-        self._end(lambda: self._timeout(f"within its deadline of {self.prepared.timeout:g} s"))
+    def expire(self) -> bool:
+        """End the call at its deadline. Returns False if it was over."""
+        return self._end(lambda: self._timeout(f"within its deadline of {self.prepared.timeout:g} s"))
 
-    def _end(self, failure: Callable[[], BaseException] | None) -> None:
+    def _end(self, failure: Callable[[], BaseException] | None) -> bool:
         with STATE:
             if self.over:
-                return
+                return False
             self._why, self.over, self.fetch = failure, True, None
             wakes, self._wakes = self._wakes, []
         # A ref that the user keeps holds the results, and not what was sent.
@@ -196,6 +196,7 @@ class Call:
             self._gate.release()
         for wake in wakes:
             wake(self)
+        return True
 
     def _decide(self) -> None:
         """Make what `result` returns or raises from now on."""

@@ -604,10 +604,11 @@ class Caller:
             self._spans.keep(partial(span_of, self._name, *about, ended, seconds))
 
     def _finish(self, call: Call) -> None:
-        self._trace(call)
         self._deadlines[call.prepared.timeout].drop(call)
         self._forget(call)
-        call.finish()
+        # Two answers may come at once.
+        if call.finish():
+            self._trace(call)
 
     def _expire(self, call: Call) -> None:
         if call.over:
@@ -618,9 +619,9 @@ class Caller:
             # Its time begins again: the worker had less of it.
             deadlines.add(call)
             return
-        self._trace(call)
         self._forget(call)
-        call.expire()
+        if call.expire():
+            self._trace(call)
 
     def _forget(self, call: Call) -> None:
         """Answers that still come are acked and dropped."""

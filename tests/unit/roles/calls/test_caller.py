@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from tests.sim.calls.threads import FakeScheduler
 from tests.sim.fake_clock import FakeClock
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import CallError, ChannelError, InvocationTimeout, WorkerLost
+from unirun.observe.spans import TraceSpan
 from unirun.roles import InvocationRef
+from unirun.roles.calls.call import Call
 from unirun.roles.calls.caller import GROUP_ERROR_DELAY, Caller
 from unirun.roles.calls.codec import (
     ERROR,
@@ -266,6 +269,30 @@ def test_a_callback_runs_in_another_thread_than_the_one_that_brings_the_answer()
         assert ran.get(timeout=WAIT_TIMEOUT) is not threading.current_thread()
     finally:
         caller.close()
+
+
+def test_the_span_of_a_call_is_written_once_though_two_answers_come_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_transport, kept = FakeTransport(), list[Callable[[], TraceSpan]]()
+    caller = Caller(WorkerId("trainer", 0, 0), Pair(), fake_transport, call_timeout=60.0)
+    spans: Any = SimpleNamespace(on=True, keep=kept.append)
+    caller._spans, settle = spans, Call.settle
+
+    def settled(call: Call, index: int, outcome: Parcel) -> None:
+        settle(call, index, outcome)
+        if index == 0:
+            # Another thread has it before this one looks whether all have answered.
+            fake_transport.open[1].pop()(RESULT)
+
+    monkeypatch.setattr(Call, "settle", settled)
+    try:
+        caller.invoke(caller.method("actor", "step", Invocation(blocking=False)), (), {})
+        fake_transport.open[0].pop()(RESULT)
+    finally:
+        caller.close()
+    (make,) = kept
+    assert make().workers == ("actor:0", "actor:1")
 
 
 def test_a_call_of_any_worker_waits_for_one_that_will_serve_though_another_has_ended() -> None:
