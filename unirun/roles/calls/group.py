@@ -458,8 +458,9 @@ def trainer_invocation(*method: Any, **options: Any) -> Any:
       ranks returns a list in the order given. ``"RANK0"``, a single rank, and ``"ANY"`` (the worker with the fewest
       open calls) return the bare result of that worker.
     - `auto_shard`: True (the default), arguments that the caller marks with `shard` are split over the workers. If no
-      argument is marked and each one is a list with as many items as there are workers, each worker gets its item.
-      Everything else goes to all workers whole. False, everything goes to all workers whole, and `shard` is an error.
+      argument is marked and each one is a list with as many items as there are workers, each worker gets its item; a
+      single worker gets the list. Everything else goes to all workers whole. False, everything goes to all workers
+      whole, and `shard` is an error.
     - `pre_func`: called in the trainer with the arguments, before they are split. It returns the new ones: a tuple, a
       dict of keywords, a pair ``(args, kwargs)``, or one value.
     - `post_func`: called in the trainer with the result (the list, or the bare result). The call returns what it
