@@ -778,7 +778,8 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and self._attempts is not None:
+        left = isinstance(error, SystemExit) and error.code in (None, 0)
+        if kind is not None and not left and self._attempts is not None:
             self._attempts.workers.error = kind.__name__
         self.shutdown()
 

@@ -21,6 +21,8 @@ class Job:
 
     name, lives = "job", True
 
+    error = ""
+
     def __init__(self) -> None:
         self.workers, self.prepared = self, list[tuple[Any, Any]]()
         self.called: list[str] = []
@@ -110,6 +112,17 @@ def test_a_callback_of_a_run_does_not_use_its_trainer(trainer: Trainer) -> None:
         trainer.run(print, callbacks=[callback])
     assert len(told) == len(USES) - 1
     trainer.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(SystemExit(), ""), (SystemExit(0), ""), (SystemExit(3), "SystemExit")], ids=repr
+)
+def test_a_program_that_leaves_its_trainer_by_sys_exit_has_failed_if_its_exit_code_says_so(
+    trainer: Trainer, job: Job, error: SystemExit, told: str
+) -> None:
+    with pytest.raises(SystemExit), trainer:
+        raise error
+    assert (job.error, job.stopped) == (told, 1)
 
 
 def test_workers_that_are_up_are_prepared_with_what_was_given_last(trainer: Trainer, job: Job) -> None:
