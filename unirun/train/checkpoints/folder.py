@@ -340,7 +340,9 @@ def files_in(given: Any) -> dict[str, Path]:
     """The files that a user adds to a checkpoint, by their names there: those in a directory by their paths in it; each
     file and directory of a list by its own name. Raises `UsageError`."""
     paths = [given] if isinstance(given, str | os.PathLike) else given
-    if not isinstance(paths, list | tuple) or not all(isinstance(path, str | os.PathLike) for path in paths):
+    # An empty text would be the working directory.
+    known = isinstance(paths, list | tuple) and all(isinstance(path, str | os.PathLike) for path in paths)
+    if not known or "" in paths:
         raise UsageError(f"files={given!r}", "give a directory, a file, or a list of these")
     found: dict[str, Path] = {}
     for path in map(Path, paths):
@@ -352,11 +354,20 @@ def files_in(given: Any) -> dict[str, Path]:
         top = path.parent if paths is given or path.is_file() else path
         for each in _files_below(path) if path.is_dir() else (path,):
             name = each.relative_to(top).as_posix()
+            if not _is_text(name):
+                raise UsageError(f"files: the name {name!r} is no text", "give it another")
             if name in found:
                 raise UsageError(f"files: {each} and {found[name]} have one name", "give one of them another")
             if each.is_file():
                 found[name] = each
     return found
+
+
+def _is_text(name: str) -> bool:
+    """Return True if a manifest can have the name. The bytes of some file names are no UTF-8."""
+    with suppress(UnicodeEncodeError):
+        return bool(name.encode())
+    return False
 
 
 def _files_below(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +82,8 @@ def test_the_directory_here_and_the_one_above_have_their_own_names_in_a_list(
     [
         (True, "files=True; give a directory, a file, or a list of these"),
         ({"a": 1}, "files={'a': 1}; give a directory"),
+        ("", "files=''; give a directory"),
+        ([""], "files=['']; give a directory"),
         (["/nowhere/to"], "files: there is no /nowhere/to; write it before save_checkpoint is called"),
     ],
 )
@@ -88,6 +91,12 @@ def test_anything_else_is_told(given: Any, message: str) -> None:
     with pytest.raises(UsageError) as raised:
         files_in(given)
     assert str(raised.value).startswith(message)
+
+
+def test_a_name_whose_bytes_are_no_text_is_told(adapter: Path) -> None:
+    (adapter / os.fsdecode(b"\xff")).touch()
+    with pytest.raises(UsageError, match=r"^files: the name '\\udcff' is no text; give it another$"):
+        files_in(adapter)
 
 
 def test_two_files_of_one_name_are_told(adapter: Path, tmp_path: Path) -> None:
