@@ -119,10 +119,10 @@ def _versions(files: Any, root: str, at_least: int) -> Iterator[tuple[int, tuple
         }
     except FileNotFoundError:
         return
-    found = sorted((int(name) for name in names if re.fullmatch(r"-?\d+", name)), reverse=True)
-    for version in (each for each in found if each >= at_least):
+    found = sorted((name for name in names if re.fullmatch(r"-?\d+", name)), key=int, reverse=True)
+    for name in (each for each in found if int(each) >= at_least):
         paths: dict[tuple[int, int], str] = {}
-        for path in files.ls(f"{root}/{version}", detail=False, refresh=True):
+        for path in files.ls(f"{root}/{name}", detail=False, refresh=True):
             match = _FILE.fullmatch(str(path).rpartition("/")[2])
             if match is not None:
                 paths[int(match[2]), int(match[1])] = str(path)
@@ -132,7 +132,7 @@ def _versions(files: Any, root: str, at_least: int) -> Iterator[tuple[int, tuple
             # Other numbers of ranks have saved it: the last of them counts.
             whole.sort(key=lambda some: min(map(files.modified, some)))
         if whole:
-            yield version, whole[-1]
+            yield int(name), whole[-1]
 
 
 def _header(files: Any, path: str, folder: str) -> str:

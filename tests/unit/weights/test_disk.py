@@ -160,6 +160,12 @@ def test_the_latest_version_counts_that_all_ranks_have_saved(url: str) -> None:
     assert got.unique().tolist() == [10.0]
 
 
+def test_a_folder_that_another_program_has_made_is_no_version(url: str) -> None:
+    save(url, 5, {"w": torch.ones(2)})
+    (Path(url) / "0007").mkdir()
+    assert load(url, {"w": torch.zeros(2)}) == 5
+
+
 @pytest.mark.parametrize("first", [1, 2])
 def test_of_a_version_that_was_saved_again_by_other_ranks_the_later_files_count(url: str, first: int) -> None:
     whole: list[list[Weights]] = [[{"w": torch.ones(4, 2)}], [*halves(torch.full((4, 2), 2.0))]]
