@@ -204,11 +204,15 @@ class ServerClient(ABC):
     def __init__(self, url: str, *, timeout: float = 300.0, api_key: str = "") -> None:
         """`api_key` is that of the server, if it has one. Raises `UsageError` for a URL that is not
         ``http://host[:port]``."""
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise UsageError(f"{url!r} is no server: {error}", "write http://host:port") from error
         if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query:
             raise UsageError(f"{url!r} is no server", "write http://host:port")
         self.url, self.timeout = f"http://{parts.netloc}", timeout
-        self._host, self._port = parts.hostname, parts.port
+        self._host, self._port = parts.hostname, port
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"

@@ -399,7 +399,9 @@ def test_the_key_of_a_server_is_sent(servers: ServersHarness) -> None:
     assert "Authorization" not in server.headers
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "https://host", "http://", "http://host/v1"])
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "https://host", "http://", "http://host/v1", "http://host:port", "http://[::1"]
+)
 def test_a_url_that_is_no_server_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="write http://host:port"):
         vllm.VLLMClient(url)
