@@ -288,8 +288,9 @@ class Pool:
             async with places:
                 return await self.group(data, sampling=sampling, counts=False)
 
-        groups = [asyncio.ensure_future(one(data)) for data in prompts]
+        groups: list[asyncio.Task[Group | None]] = []
         try:
+            groups += (asyncio.create_task(one(data)) for data in prompts)
             found = await asyncio.gather(*groups)
         finally:
             for each in groups:

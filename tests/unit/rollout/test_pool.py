@@ -371,6 +371,23 @@ def test_an_evaluation_that_fails_ends_what_is_open() -> None:
     play(story)
 
 
+def test_an_evaluation_whose_prompts_fail_begins_nothing() -> None:
+    def broken() -> Iterator[Any]:
+        yield from prompts(2)
+        raise ValueError("the file is damaged")
+
+    async def story() -> None:
+        engine = FakeCompleter()
+        engine.hold()
+        with pytest.raises(ValueError, match="damaged"):
+            await Pool(engine, last_digit).evaluate(broken())
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert engine.waiting == 0
+
+    play(story)
+
+
 def test_each_episode_has_an_environment_of_its_own() -> None:
     seen: list[object] = []
 
