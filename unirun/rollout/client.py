@@ -19,6 +19,7 @@ Never run with SGLang or another server.
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib
 import os
 import socket
@@ -95,7 +96,11 @@ class Connections:
         # Pools of connections, and the number of requests of each.
         self._pools: dict[httpx2.AsyncHTTPTransport, int] = {}
         self._base = engine.url.rstrip("/")
-        self._headers = [(b"Host", httpx2.URL(self._base).netloc), (b"Content-Type", b"application/json")]
+        try:
+            host = httpx2.URL(self._base).netloc
+        except httpx2.InvalidURL as error:
+            raise UsageError(f"{engine.url!r} is no server: {error}", "write http://host:port") from error
+        self._headers = [(b"Host", host), (b"Content-Type", b"application/json")]
         if api_key:
             self._headers.append((b"Authorization", f"Bearer {api_key}".encode()))
         self._urls: dict[str, httpx2.URL] = {}
@@ -462,13 +467,14 @@ class EngineClient:
         """These are the engines: end requests to those that are not ready, and let others go on."""
         if engines is self._known or engines == self._known:
             return
-        self._known = engines
-        gone, self._lines = self._lines, {}
+        gone, lines = dict(self._lines), dict[Engine, Connections]()
         for engine in engines:
             if engine.ready:
-                self._lines[engine] = (
+                lines[engine] = (
                     gone.pop(engine) if engine in gone else Connections(engine, self._partial, self._api_key)
                 )
+        # Only after a success: each request to a URL that is none fails with the same error.
+        self._known, self._lines = engines, lines
         for line in gone.values():
             line.abandon()
             closing = asyncio.create_task(line.close())
@@ -646,6 +652,11 @@ class AddressFile:
                 raw = file.read()
         except FileNotFoundError:
             self._engines, self._seen = (), None
+            return
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            # Requests have all descriptors: what is known counts until the next look.
             return
         self._engines, self._seen = self._read(raw), seen
 

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import random
+import resource
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -611,6 +612,31 @@ def test_each_request_to_a_role_that_the_file_of_a_job_does_not_have_is_an_error
         assert ["has no address" in str(each) for each in found] == [True] * 2
 
     asyncio.run(asyncio.wait_for(story(), WAIT_TIMEOUT))
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "http://localhost:port"])
+def test_each_request_to_what_is_no_server_is_an_error(url: str) -> None:
+    async def story() -> None:
+        async with EngineClient("engine", engines=EngineList.at(url), timeout=WAIT_TIMEOUT) as client:
+            found = await asyncio.gather(*(client.generate([1]) for _ in range(2)), return_exceptions=True)
+        assert ["is no server" in str(each) for each in found] == [True] * 2
+
+    asyncio.run(asyncio.wait_for(story(), WAIT_TIMEOUT))
+
+
+def test_without_a_free_descriptor_the_engines_are_those_that_were_known(tmp_path: Path) -> None:
+    path = tmp_path / "addresses.json"
+    path.write_text('{"engine": []}')
+    file = AddressFile(str(path), "engine")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        assert file.engines() == ()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    path.write_text('{"engine": [{"rank": 0, "incarnation": 0, "addr": "h:1", "ready": true}]}')
+    (engine,) = asyncio.run(file.changed((), WAIT_TIMEOUT))
+    assert engine.url == "http://h:1"
 
 
 def test_it_is_a_public_name() -> None:
