@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import queue
 import signal
@@ -19,7 +20,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -62,6 +63,19 @@ class _Result(Value, gc=True):
 
     value: Any = None
     problem: str = ""
+
+
+T = TypeVar("T", bound=Value)
+
+
+def _line(value: Value) -> bytes:
+    """A line of JSON. Unlike msgspec's own it has numbers that are none, and infinite ones, as rewards may be."""
+    return json.dumps(msgspec.to_builtins(value, str_keys=True)).encode() + b"\n"
+
+
+def _value(line: bytes, kind: type[T]) -> T:
+    """The value in a line."""
+    return msgspec.convert(json.loads(line), kind)
 
 
 def named(function: Callable[..., Any]) -> Named:
@@ -113,7 +127,7 @@ class Rewards:
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the function. Raises `RewardFailed`."""
-        line = msgspec.json.encode(_Call(list(args), kwargs)) + b"\n"
+        line = _line(_Call(list(args), kwargs))
         if len(line) > MAX_MESSAGE:
             raise UsageError(
                 f"the arguments of a reward function have {len(line)} bytes", f"at most {MAX_MESSAGE}"
@@ -169,10 +183,26 @@ class Rewards:
             self._idle.put_nowait(None)
         return found
 
-    async def _started(self) -> _Process:
-        process = await _Process.start(self.function)
+    async def _started(self) -> _Process | None:
+        """A process that has the function; None if they are closed meanwhile. Raises `RewardFailed` when it cannot
+        import it."""
+        process = await _Process.start()
         self._all.add(process)
-        return process
+        try:
+            problem = "" if self._closed else await process.imports(self.function)
+        except BaseException:
+            process.kill()
+            self._all.discard(process)
+            raise
+        if not problem and not self._closed:
+            return process
+        self._all.discard(process)
+        await process.end()
+        if self._closed:
+            return None
+        raise self._given_up(
+            f"has not started: {problem}", "can its module be imported by a new interpreter?"
+        )
 
     async def close(self) -> None:
         """End the processes. A call that is open raises `RewardFailed`, and so does each one after that."""
@@ -195,8 +225,8 @@ class _Process:
         self._process = process
 
     @classmethod
-    async def start(cls, function: Named) -> _Process:
-        """Start one. Raises `RewardFailed` when it cannot import the function."""
+    async def start(cls) -> _Process:
+        """Start one."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -207,23 +237,16 @@ class _Process:
             process_group=0,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)},
         )
-        made = cls(process)
+        return cls(process)
+
+    async def imports(self, function: Named) -> str:
+        """Have it import the function. Returns the reason why it has not; empty if it has."""
         try:
             async with asyncio.timeout(START_TIMEOUT):
-                found = await made.ask(msgspec.json.encode(function) + b"\n")
+                found = await self.ask(_line(function))
         except TimeoutError:
-            found = f"it was not imported within {START_TIMEOUT:g} s"
-        except BaseException:
-            made.kill()
-            raise
-        problem = found if isinstance(found, str) else found.problem
-        if problem:
-            await made.end()
-            raise RewardFailed(
-                f"the process of reward function {function.module}.{function.name} has not started: {problem}",
-                "can its module be imported by a new interpreter?",
-            )
-        return made
+            return f"it was not imported within {START_TIMEOUT:g} s"
+        return found if isinstance(found, str) else found.problem
 
     async def ask(self, line: bytes) -> _Result | str:
         """The answer; or the way in which the process has ended."""
@@ -238,7 +261,7 @@ class _Process:
         except ValueError:
             return f"has answered with more than {MAX_MESSAGE} bytes"
         if answer.endswith(b"\n"):
-            return msgspec.json.decode(answer, type=_Result)
+            return _value(answer, _Result)
         code = await self._process.wait()
         return f"has ended its process by {'signal' if code < 0 else 'exit code'} {abs(code)}"
 
@@ -271,14 +294,14 @@ def main() -> None:
         line = lines.get()
         try:
             if function is None:
-                function, value = _imported(msgspec.json.decode(line, type=Named)), None
+                function, value = _imported(_value(line, Named)), None
             else:
-                call = msgspec.json.decode(line, type=_Call)
+                call = _value(line, _Call)
                 value = function(*call.args, **call.kwargs)
-            answer = msgspec.json.encode(_Result(value, ""))
+            answer = _line(_Result(value, ""))
         except Exception:  # noqa: BLE001 - whatever a user's function raises
-            answer = msgspec.json.encode(_Result(None, traceback.format_exc()))
-        answers.write(answer + b"\n")
+            answer = _line(_Result(None, traceback.format_exc()))
+        answers.write(answer)
 
 
 def _read(source: BinaryIO, lines: queue.SimpleQueue[bytes]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import math
 import os
 import signal
 import subprocess
@@ -15,7 +17,7 @@ import pytest
 
 from tests.waiting import WAIT_TIMEOUT, eventually_async
 from unirun.errors import RewardFailed, UsageError
-from unirun.rollout.rewards import Rewards
+from unirun.rollout.rewards import START_TIMEOUT, Rewards
 
 
 def play(story: Callable[[], Awaitable[None]]) -> None:
@@ -98,6 +100,66 @@ def test_a_process_whose_call_is_cancelled_while_it_starts_ends(monkeypatch: pyt
         assert await started[0].wait() == -signal.SIGKILL
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", recorded)
+    play(story)
+
+
+def replaced(name: str, source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
+    """The function of a module that has this source for all who import it later."""
+    monkeypatch.syspath_prepend(str(folder))
+    (folder / f"{name}.py").write_text("def reward():\n    return 1.0\n")
+    found: Callable[[], float] = importlib.import_module(name).reward
+    (folder / f"{name}.py").write_text(source)
+    return found
+
+
+@pytest.mark.starts_processes
+def test_processes_that_start_end_when_they_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks = tmp_path / "begun"
+    slow = f"import pathlib, time\npathlib.Path({str(marks)!r}).touch()\ntime.sleep(3600)\n"
+    reward = replaced("slow_rewards", slow, tmp_path, monkeypatch)
+
+    async def story() -> None:
+        rewards = Rewards(reward, processes=1)
+        call = asyncio.create_task(rewards())
+        await eventually_async(marks.exists)
+        async with asyncio.timeout(START_TIMEOUT / 2):
+            await rewards.close()
+        with pytest.raises(RewardFailed, match="was closed"):
+            await call
+
+    play(story)
+
+
+def number(text: str) -> float:
+    return float(text)
+
+
+@pytest.mark.starts_processes
+def test_numbers_that_are_none_come_as_they_are() -> None:
+    async def story() -> None:
+        rewards = Rewards(number, processes=1)
+        assert math.isnan(await rewards("nan"))
+        assert await rewards(-math.inf) == -math.inf
+        await rewards.close()
+
+    play(story)
+
+
+@pytest.mark.starts_processes
+def test_a_function_that_cannot_be_imported_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reward = replaced("gone_rewards", "", tmp_path, monkeypatch)
+
+    async def story() -> None:
+        rewards = Rewards(reward, processes=1)
+        with pytest.raises(RewardFailed, match="has not started"):
+            await rewards()
+        assert rewards.failed == 1
+        await rewards.close()
+
     play(story)
 
 
