@@ -40,8 +40,8 @@ class Described(Value, tag=True):
 
 
 class Fetch(Value, tag=True):
-    """Asks for a version that is not before `at_least`, in the layout with this number. Answered when it is there, or
-    not at all after `patience` seconds.
+    """Asks for a version that is not before `at_least`, in the layout with this number. Answered when it is there, at
+    once if there is another layout or none, or not at all after `patience` seconds.
 
     With `parts`, the answer has a buffer for each, without those that another reader on the same `host` has got.
     Without, the block is lent, unless it is one of `mapped`, and is not written again before `reader` says `Release`,

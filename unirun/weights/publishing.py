@@ -473,22 +473,20 @@ class Publisher:
             self._current = _Version(version, packing, block)
             if before is not None:
                 before.end()
-            self._expire()
-            ready = [(request, reply) for request, reply, _ in self._waiting if self._can_answer(request)]
-            self._waiting = [each for each in self._waiting if not self._can_answer(each[0])]
-        for request, reply in ready:
-            self._answer(request, reply)
+        self._answer_waiting()
 
     def withdraw(self) -> None:
         """Have no version until the next one, which may have any number. Those who read the one before may go on.
 
-        The next one has a layout of its own. So a receiver that has parts of other ranks, from before, asks all anew.
+        The next one has a layout of its own. So a receiver that has parts of other ranks, from before, asks all anew;
+        one that waits is told at once, as it may wait for a version that other ranks had.
         """
         with self._lock:
             self._withdrawals += 1
             if self._current is not None:
                 self._current.end()
                 self._current = None
+        self._answer_waiting()
 
     def _packed(self, packing: Packing, tensors: Mapping[str, Piecewise]) -> Block:
         """A block with `tensors`: on their device, unless that has no memory left."""
@@ -553,18 +551,32 @@ class Publisher:
         now = self._now()
         self._waiting = [each for each in self._waiting if each[2] > now]
 
+    def _answer_waiting(self) -> None:
+        """Answer those whose wait is over."""
+        with self._lock:
+            self._expire()
+            ready = [(request, reply) for request, reply, _ in self._waiting if self._can_answer(request)]
+            self._waiting = [each for each in self._waiting if not self._can_answer(each[0])]
+        for request, reply in ready:
+            self._answer(request, reply)
+
     def _can_answer(self, request: Describe | Peek | Fetch) -> bool:
-        if self._current is None:
-            return False
-        return not isinstance(request, Fetch) or request.at_least <= self._current.version
+        """Return True if there is what was asked for, or another layout than the one of which it was asked."""
+        current = self._current
+        if isinstance(request, Fetch) and (current is None or request.layout != current.packing.number):
+            return True
+        return current is not None and (not isinstance(request, Fetch) or request.at_least <= current.version)
 
     def _answer(self, request: Describe | Peek | Fetch, reply: Reply) -> None:
         """Answer, in a thread of its own when something has to be copied or sent before."""
         with self._lock:
-            current = self._current
-            if current is None:
+            if not self._can_answer(request):
                 # It was withdrawn a moment ago.
                 self.handle(request, reply)
+                return
+            current = self._current
+            if current is None:
+                reply(Parcel(encode(Fetched(0, 0, 0))))
                 return
             packing, device, withdrawals = current.packing, current.block.device, self._withdrawals
             on_device = device is not None and isinstance(request, Fetch) and request.device

@@ -152,8 +152,12 @@ class Receiver:
 
         Raises `PeerLost`, `WeightsError` when the tensors do not fit, `WeightsTimeout`.
         """
+        wanted = at_least
         while True:
             fresh = self._describe(sources, target.deadline)
+            if fresh:
+                # Those that had later versions may have withdrawn them.
+                wanted = at_least
             try:
                 takes = self._planned(sources, target.layout)
             except WeightsError:
@@ -164,9 +168,9 @@ class Receiver:
                     source.describe(None)
                 continue
             origins = [source.origin for source in sources]
-            at_least, done = self._take(sources, takes, at_least, target, origins)
+            wanted, done = self._take(sources, takes, wanted, target, origins)
             if done:
-                return at_least
+                return wanted
 
     def borrow(
         self, sources: Sequence[RemoteSource], at_least: int, deadline: float
@@ -188,8 +192,11 @@ class Receiver:
             lender.describe(None)
             return None
         for other in (source for source in sources if source is not lender):
-            asked = other.fetch_parts(said.version, (), self._left(deadline))
-            self._said(other, asked, Fetched, deadline)
+            number = other.packing.number if other.packing is not None else 0
+            asked = other.fetch_parts(said.version, (), self._left(deadline), number)
+            if self._said(other, asked, Fetched, deadline)[0].layout != number:
+                other.describe(None)
+                return None
         if not said.path:
             return None
         mapped = lender.mapped(said, parcel, keep=True)

@@ -375,6 +375,27 @@ class TestPublishersThatGoBackToAnEarlierState:
         assert reader.channel.receive(reader.tensors, min_version=3, timeout=5.0) == 3
         assert same(reader.tensors, content(1, 3))
 
+    @pytest.mark.parametrize("moments", range(12, 24))
+    def test_a_receiver_does_not_wait_for_a_version_that_some_had_before_a_withdrawal(
+        self, moments: int, channel: Channel
+    ) -> None:
+        channel.way = 3
+        channel.all_publish(False, 0)
+        channel.all_publish(False, 0)
+        channel.publish(0)
+        reader = channel.readers[1]
+
+        def goes_back() -> None:
+            for publisher in channel.publishers.values():
+                publisher.withdraw()
+            channel.epoch += 1
+            channel.latest.clear()
+            channel.all_publish(False, 0)
+
+        channel.job.meanwhile.extend([*[lambda: None] * moments, goes_back])
+        found = reader.channel.receive(reader.tensors, timeout=5.0)
+        assert same(reader.tensors, content(int(found == 1), found))
+
     def test_receivers_have_nothing_to_withdraw(self, channel: Channel) -> None:
         with pytest.raises(UsageError, match="rollout receives channel 'policy'"):
             channel.readers[0].channel.withdraw()
