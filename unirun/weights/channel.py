@@ -280,7 +280,9 @@ class WeightsChannel:
             self._untold = True
             later = threading.Timer(left, self._tell_last)
             later.daemon = True
-            later.start()
+            # Where no more threads can be started, it is told with a later one, or at the exit.
+            with suppress(RuntimeError):
+                later.start()
         return version
 
     def _tell_last(self) -> None:

@@ -7,6 +7,7 @@ need them on the host get them from there, where they are copied when the first 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import os
@@ -16,7 +17,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -121,6 +122,10 @@ def _shared(size: int) -> tuple[int, torch.Tensor]:
         os.posix_fallocate(handle, 0, size)
         fcntl.fcntl(handle, fcntl.F_ADD_SEALS, SEALS)
         return handle, torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=size, dtype=torch.uint8)
+    except RuntimeError as error:
+        # torch finds no second descriptor, or no place in the address space.
+        os.close(handle)
+        raise OSError(errno.ENOMEM, str(error)) from error
     except BaseException:
         os.close(handle)
         raise
@@ -343,9 +348,13 @@ def copy_all(into: Sequence[torch.Tensor], from_: Sequence[torch.Tensor]) -> Non
             others.append(pair)
     left = iter(large)
     count = min(THREADS, len(os.sched_getaffinity(0)), len(large))
-    helpers = [threading.Thread(target=_copy, args=(left,)) for _ in range(count - 1)]
-    for helper in helpers:
-        helper.start()
+    helpers: list[threading.Thread] = []
+    # Where no more threads can be started, those that run copy all of it.
+    with suppress(RuntimeError):
+        for _ in range(count - 1):
+            helper = threading.Thread(target=_copy, args=(left,))
+            helper.start()
+            helpers.append(helper)
     _copy(left)
     for helper in helpers:
         helper.join()
@@ -595,12 +604,12 @@ class Publisher:
         elif isinstance(request, Peek) or not reader:
             reply(Parcel(encode(Fetched(current.version, packing.number, current.block.number))))
         elif request.link or source is None:
-            threading.Thread(
-                target=self._answer_later,
-                args=(current, request, reader, reply),
-                name="unirun-weights",
-                daemon=True,
-            ).start()
+            answer = partial(self._answer_later, current, request, reader, reply)
+            try:
+                threading.Thread(target=answer, name="unirun-weights", daemon=True).start()
+            except RuntimeError:
+                # No more threads can be started.
+                answer()
         else:
             self._answer_from(current, source, request, reader, reply)
 

@@ -75,6 +75,18 @@ def test_a_version_is_as_old_as_the_publisher_says_that_is_ahead(channel: Channe
     assert same(reader.tensors, content(0, 3))
 
 
+def test_a_version_is_there_though_no_thread_can_be_started_to_tell_it(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start() -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as limited:
+        limited.setattr("unirun.weights.channel.threading.Timer", lambda *_: SimpleNamespace(start=start))
+        channel.publish(0)
+    assert channel.publishers[0].version == 2
+
+
 class Pair:
     """A process group with a publisher."""
 

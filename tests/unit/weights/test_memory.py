@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import os
+import resource
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +20,15 @@ from hypothesis import strategies as st
 from tests.effort import examples
 from tests.unit.weights.harness import weights_harness
 from unirun.errors import WeightsError
+from unirun.roles.transport.protocol import Parcel
 from unirun.weights import disk
-from unirun.weights.publishing import PAGE, Blocks, Packing, Publisher, buffers_of
+from unirun.weights.messages import Describe, Described, Fetch
+from unirun.weights.publishing import LARGE, PAGE, Blocks, Packing, Publisher, buffers_of, copy_all
+from unirun.weights.sources import answer_of
 from unirun.weights.tensors import (
+    Box,
     LocalShard,
+    NamedBox,
     Piecewise,
     dtype_of,
     layout_of,
@@ -114,6 +122,60 @@ GOOD: dict[str, Callable[[], torch.Tensor]] = {
 
 def value(tensor: torch.Tensor, number: float) -> torch.Tensor:
     return torch.full(tuple(tensor.shape), number, dtype=tensor.dtype)
+
+
+def test_without_a_second_descriptor_a_version_is_in_memory_that_is_not_shared() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(2)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, limits[1]))
+    try:
+        block = Blocks().take(PAGE, "reader")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert block.handle is None
+    assert block.memory.nbytes == PAGE
+
+
+def no_thread_starts(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_process_group_is_sent_to_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[torch.Tensor] = []
+
+    class Group:
+        def send(self, tensors: list[torch.Tensor], deadline: float, *, checked: bool) -> None:
+            sent.extend(each.clone() for each in tensors)
+
+        def close(self) -> None:
+            pass
+
+    made: Any = Group()
+    publisher, answers = Publisher("policy", pairing=lambda *_: made), list[Parcel]()
+    publisher.publish({"w": torch.ones(2)}, 1)
+    publisher.handle(Describe("policy", 1.0), answers.append)
+    described = answer_of(answers[0].head)
+    assert isinstance(described, Described)
+    whole = NamedBox("w", Box((0,), (2,)))
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", no_thread_starts)
+        publisher.handle(
+            Fetch("policy", "rollout:0 0", described.number, 1, 1.0, parts=(whole,), link="gloo 1"),
+            answers.append,
+        )
+    assert [each.tolist() for each in sent] == [[1.0, 1.0]]
+    publisher.close()
+
+
+def test_large_tensors_are_copied_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    from_ = [torch.arange(LARGE, dtype=torch.uint8) for _ in range(3)]
+    into = [torch.zeros_like(each) for each in from_]
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", no_thread_starts)
+        limited.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+        copy_all(into, from_)
+    assert all(map(torch.equal, into, from_))
 
 
 @pytest.mark.parametrize("kind", EMPTY)
