@@ -536,7 +536,8 @@ class Receiver:
         answers = self._holder.hold(version, [got.copy for got in lasting], lent, origins)
         answers += self._holder.give_back(leases([got for got in found if not got.lasts]))
         for source, released in answers:
-            with suppress(PeerLost):
+            # The version is there, whatever becomes of the one before.
+            with suppress(PeerLost, WeightsTimeout):
                 self._said(source, released, Released, deadline)
 
     def _said(

@@ -75,6 +75,24 @@ def test_a_version_is_as_old_as_the_publisher_says_that_is_ahead(channel: Channe
     assert same(reader.tensors, content(0, 3))
 
 
+def test_a_version_is_received_though_its_publisher_does_not_take_back_the_one_before(
+    channel: Channel,
+) -> None:
+    reader = channel.readers[0]
+    reader.channel.receive(reader.tensors, timeout=1.0)
+    channel.all_publish(False, 0)
+
+    class Stopping(dict[str, torch.Tensor]):
+        def __setitem__(self, name: str, value: torch.Tensor) -> None:
+            """The publishers stand still from now on."""
+            super().__setitem__(name, value)
+            channel.job.stalled |= {channel.job.workers["actor", rank] for rank in channel.publishers}
+
+    into = Stopping(reader.copy())
+    assert reader.channel.receive(into, assign=True, timeout=1.0) == 2
+    assert same(into, content(0, 2))
+
+
 def test_a_version_is_there_though_no_thread_can_be_started_to_tell_it(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
