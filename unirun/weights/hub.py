@@ -321,8 +321,8 @@ class Hub:
     def _listen(self) -> None:
         with self._lock:
             if not self._listens:
-                self._listens = True
                 endpoint = self._transport.serve(self._context.session.me, self._handle, WEIGHTS)
+                self._listens = True
                 self._context.peers.tell(Listening({WEIGHTS: endpoint}))
 
     def _handle(self, parcel: Parcel, reply: Reply) -> None:

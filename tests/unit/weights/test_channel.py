@@ -105,6 +105,25 @@ def test_a_version_is_there_though_no_thread_can_be_started_to_tell_it(
     assert channel.publishers[0].version == 2
 
 
+def test_a_process_that_could_not_listen_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(actor=1, rollout=1)
+    worker = job.starts("actor", 0, "a")
+
+    def fails(*_: object) -> str:
+        raise OSError("Too many open files")
+
+    def makes() -> object:
+        return worker.makes(WeightsChannel, "policy", publisher="actor", receivers=["rollout"])
+
+    with monkeypatch.context() as limited:
+        limited.setattr(worker.sockets, "serve", fails)
+        with pytest.raises(OSError, match="Too many"):
+            makes()
+    makes()
+    assert worker.addresses
+    job.close()
+
+
 class Pair:
     """A process group with a publisher."""
 
