@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 import weakref
@@ -166,11 +165,12 @@ class Producer:
         """As `put`, in an event loop."""
         parts, room = self._packed(value), self._reserved(most)
         try:
-            if not room.done() and not await settled(room, max(deadline - self._now(), 0.0)):
-                raise self._too_full(room)
-        except asyncio.CancelledError:
+            there = room.done() or await settled(room, max(deadline - self._now(), 0.0))
+        except BaseException:
             self._give_up(room)
             raise
+        if not there:
+            raise self._too_full(room)
         self._add(parts, version, room)
 
     def _packed(self, value: object) -> _Parts:
@@ -329,12 +329,13 @@ class Producer:
                 self._changed.wait(left)
 
     def close(self) -> None:
-        """Give the memory back, with all items; those that consumers have count as used. Consumers that wait get what
-        is put later, if this process makes the queue again."""
+        """Give the memory back, with all items; those that consumers have count as used. There is room then for what
+        waits to be put. Consumers that wait get what is put later, if this process makes the queue again."""
         with self._changed:
             self.delivered += len(self._taken)
             self._items.clear()
             self._taken.clear()
             self._blocks.close()
+            self._make_room()
             self._changed.notify_all()
         self.admissions.close(self.delivered + self.dropped)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.waiting import WAIT_TIMEOUT
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import QueueTimeout
 from unirun.roles.calls.codec import load
 from unirun.roles.transport.protocol import Parcel
@@ -225,3 +225,29 @@ def test_who_waits_for_the_last_item_hears_that_it_will_not_come(how: str) -> No
             producer._give_up(room)
         joined.result(WAIT_TIMEOUT)
     producer.close()
+
+
+def test_an_item_that_waits_for_room_is_put_when_the_queue_is_closed() -> None:
+    producer = Producer("q")
+    producer.put("one", None, 1, inf)
+    with ThreadPoolExecutor(1) as pool, closing(producer):
+        waiting = pool.submit(producer.put, "two", None, 1, time.monotonic() + WAIT_TIMEOUT)
+        eventually(lambda: bool(producer._full), "it waits")
+        producer.close()
+        waiting.result(WAIT_TIMEOUT / 2)
+        assert len(producer) == 1
+
+
+def test_an_item_whose_coroutine_is_closed_takes_no_room() -> None:
+    producer = Producer("q")
+    producer.put("one", None, 1, inf)
+
+    async def story() -> None:
+        put = producer.put_async("two", None, 1, time.monotonic() + WAIT_TIMEOUT)
+        put.send(None)
+        put.close()
+
+    with closing(producer):
+        asyncio.run(story())
+        producer.handle(Take("q", WorkerId("actor", 0, 0), True), lambda _: None)
+        assert producer.has_room(1)
