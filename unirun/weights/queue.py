@@ -445,7 +445,8 @@ class Queue:
     def join(self, *, timeout: float | None = None) -> None:
         """Wait until all items of this rank were used. Raises `QueueTimeout`."""
         self._must_be(self.producer, "join")
-        self._items.join(self._deadline(timeout))
+        with page().idle():
+            self._items.join(self._deadline(timeout))
 
     def get(self, *, timeout: float | None = None) -> Item:
         """The next item. Raises `QueueTimeout`, and `QueueEnded` when there is none and all producers have ended."""

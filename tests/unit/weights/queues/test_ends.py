@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +13,14 @@ from msgspec.json import encode
 
 from tests.unit.weights.job import Job, Worker
 from tests.unit.weights.queues.test_histories import AHEAD, End
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import QueueEnded, QueueTimeout, UsageError
 from unirun.roles.transport.protocol import Parcel
 from unirun.weights.hub import MAX_WAIT_SECONDS
 from unirun.weights.messages import WEIGHTS
 from unirun.weights.producing import Take
 from unirun.weights.queue import QUEUE_REPORT_INTERVAL, Item, Queue
+from unirun.wire.progress import IDLE, page
 
 FIRST = 2 * (AHEAD + 1)
 """The items that producers may begin before the first batch of two is trained."""
@@ -259,6 +262,21 @@ def test_items_that_are_here_are_given_out_though_all_producers_have_ended(
     assert [item.value for item in found] == [0, 1]
     with pytest.raises(QueueEnded):
         actor.queue.get_some(3, timeout=0.1)
+
+
+def test_a_producer_that_waits_until_its_items_are_used_is_idle(rollout: End) -> None:
+    rollout.queue.put("a value", version=0)
+
+    def looks() -> None:
+        try:
+            eventually(lambda: page().fields[IDLE] == 1, "it is idle")
+        finally:
+            rollout.queue.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(looks)
+        rollout.queue.join(timeout=2 * WAIT_TIMEOUT)
+    looking.result(WAIT_TIMEOUT)
 
 
 class TestTheGate:
