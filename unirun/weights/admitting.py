@@ -161,9 +161,9 @@ GATE_RETRY_INTERVAL = 1.0
 """Seconds after which a gate is looked for again that could not be reached."""
 
 
-Reach = Callable[[bool], PeerConnection | None]
-"""The connection to the gate that is there now, which is made if the argument is True; None if there is none. Raises
-`PeerLost` when the gate has ended for good."""
+Reach = Callable[[PeerConnection | None, bool], PeerConnection | None]
+"""The connection to the gate that is there now: the one that is given, or another one, which is made if the second
+argument is True; None if there is none. Raises `PeerLost` when the gate has ended for good."""
 
 
 class _Waiter:
@@ -244,7 +244,7 @@ class Entrance:
 
     async def _told(self, waiter: _Waiter) -> bool:
         """As `tell`. The first one that waits connects, in a thread, as that may take seconds."""
-        line = self._reach(False)
+        line = self._reach(self._line, False)
         if line is not None and line is self._line:
             return self.tell(connect=False)
         with self._lock:
@@ -317,7 +317,7 @@ class Entrance:
         while self._sending.acquire(blocking=connect):
             try:
                 if connect:
-                    self._line = self._reach(True)
+                    self._line = self._reach(self._line, True)
                 line = self._line
                 if line is None or line.lost:
                     return False
@@ -330,6 +330,11 @@ class Entrance:
                 return True
         # Another thread sends it.
         return True
+
+    def close(self) -> None:
+        """End the connection. The next one that waits makes another."""
+        if self._line is not None:
+            self._line.close()
 
     def _has_more(self) -> bool:
         """Return True if there is something to tell, and at most one request is on its way. The first of two is

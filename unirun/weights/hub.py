@@ -19,7 +19,7 @@ from unirun.roles.formation import store_of
 from unirun.roles.process_groups import dist
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import WorkerId
-from unirun.weights.admitting import Gate
+from unirun.weights.admitting import Entrance, Gate
 from unirun.weights.gate import Enter
 from unirun.weights.messages import (
     WEIGHTS,
@@ -240,6 +240,7 @@ class Hub:
         self._publishers: dict[str, Publisher] = {}
         self._holders: dict[str, Holder] = {}
         self._producers: dict[str, Producer] = {}
+        self._entrances: dict[str, Entrance] = {}
         self._gates: dict[str, Gate] = {}
         self._listens = False
         # With a lock of their own: where workers are threads, what this process tells comes back at once.
@@ -302,6 +303,22 @@ class Hub:
         self._listen()
         with self._lock:
             return self._producers.setdefault(queue, Producer(queue))
+
+    def entrance(self, queue: str, consumer: str) -> Entrance:
+        """The way of this process to the gate of `queue` in rank 0 of `consumer`. There is one, however often the queue
+        is made, as the gate knows the latest request of a process by its number."""
+        producer, me = self.producer(queue), self._context.session.me
+
+        def reach(known: PeerConnection | None, connect: bool) -> PeerConnection | None:
+            return self.line(consumer, 0, known, connect=connect)
+
+        with self._lock:
+            if queue not in self._entrances:
+                made = Entrance(queue, me, producer.admissions, producer.counts, reach, consumer)
+                self._entrances[queue] = made
+                producer.counted = made.changed
+                self._context.peers.when_changed(made.wake)
+            return self._entrances[queue]
 
     def gate(self, queue: str) -> Gate:
         """The gate that lets producers of `queue` begin."""

@@ -19,7 +19,7 @@ from unirun.roles.context import init
 from unirun.roles.transport.frames import offsets
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import Value, WorkerId
-from unirun.weights.admitting import Admission, Entrance, counts_of, settled
+from unirun.weights.admitting import Admission, counts_of, settled
 from unirun.weights.gate import Bound, Counts
 from unirun.weights.hub import MAX_WAIT_SECONDS, hub_of
 from unirun.weights.messages import WEIGHTS
@@ -363,22 +363,12 @@ class Queue:
         # Connections to producers, by rank. One thread at a time makes them.
         self._lines: dict[int, PeerConnection] = {}
         self._connecting = threading.Lock()
-        self._gate: PeerConnection | None = None
         self._consumer = Consumer(name, self._bound)
         peers = self._context.peers
         if self._context.role == producer:
             self._items = self._hub.producer(name)
-            self._entrance = Entrance(
-                name,
-                self._context.session.me,
-                self._items.admissions,
-                self._items.counts,
-                self._reach_gate,
-                consumer,
-            )
             if self._bound is not None:
-                self._items.counted = self._entrance.changed
-                peers.when_changed(self._entrance.wake)
+                self._entrance = self._hub.entrance(name, consumer)
         else:
             peers.when_changed(self._consumer.changed)
 
@@ -435,12 +425,6 @@ class Queue:
             return Admission()
         with self._waiting("held_back_s"), page().awaiting(asyncio.get_running_loop()):
             return await self._entrance.admit_async(self._deadline(timeout))
-
-    def _reach_gate(self, connect: bool) -> PeerConnection | None:
-        found = self._hub.line(self.consumer, 0, self._gate, connect=connect)
-        if connect:
-            self._gate = found
-        return found
 
     def join(self, *, timeout: float | None = None) -> None:
         """Wait until all items of this rank were used. Raises `QueueTimeout`."""
@@ -526,11 +510,12 @@ class Queue:
         got were used; others get the rest."""
         if self._context.role == self.producer:
             self._items.close()
+            if self._bound is not None:
+                self._entrance.close()
         else:
             self._consumer.close(list(self._feeds.values()))
-        for line in (self._gate, *self._lines.values()):
-            if line is not None:
-                line.close()
+        for line in self._lines.values():
+            line.close()
         self._feeds.clear()
         self._lines.clear()
 

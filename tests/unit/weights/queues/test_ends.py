@@ -350,6 +350,12 @@ class TestTheGate:
         admission.reject()
         assert begun(other) == FIRST
 
+    def test_a_producer_begins_items_of_a_queue_that_it_makes_again(self, rollout: End, actor: End) -> None:
+        opened(actor)
+        assert begun(rollout) == FIRST
+        rollout.queue.close()
+        assert begun(End(rollout.worker)) == FIRST
+
     def test_a_producer_that_can_start_no_thread_tells_it_later(
         self, job: Job, rollout: End, actor: End, monkeypatch: pytest.MonkeyPatch
     ) -> None:

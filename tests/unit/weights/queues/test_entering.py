@@ -71,7 +71,7 @@ class Rollouts:
         self.producer = Producer("q")
         self.line: Any = FakeConnection(self.gate)
         self.entrance = Entrance(
-            "q", ME, self.producer.admissions, self.producer.counts, lambda connect: self.line, "actor"
+            "q", ME, self.producer.admissions, self.producer.counts, lambda known, connect: self.line, "actor"
         )
         self.producer.counted = self.entrance.changed
         self.made.append(self)
@@ -230,7 +230,7 @@ def test_a_gate_that_has_ended_for_good_is_told_to_all_that_wait() -> None:
     rollouts = Rollouts(Bound(1, 0))
     rollouts.admit()
 
-    def ended(connect: bool) -> None:
+    def ended(known: Any, connect: bool) -> None:
         raise PeerLost("it has ended", "ask before", worker="actor:0")
 
     with ThreadPoolExecutor(3) as pool:
@@ -247,7 +247,7 @@ def test_an_event_loop_goes_on_while_one_thread_connects_for_all_tasks_that_wait
     rollouts = Rollouts(Bound(100, 0))
     line, reached, threads = rollouts.line, threading.Event(), set[int]()
 
-    def reach(connect: bool) -> Any:
+    def reach(known: Any, connect: bool) -> Any:
         if not connect:
             return line if reached.is_set() else None
         threads.add(threading.get_ident())
