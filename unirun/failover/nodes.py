@@ -382,7 +382,7 @@ def grow(draft: JobDraft) -> None:
     trainer = any(role.kind == "trainer" and role.phase not in ROLE_ENDS for role in state.roles.values())
     for role in state.roles.values():
         spec = state.role_spec(role.name)
-        may = role.survives or (trainer and spec.elastic and role.phase is RolePhase.RUNNING)
+        may = role.phase is RolePhase.RUNNING and (role.survives or (trainer and spec.elastic))
         grows = may and (spec.most or 0) > len(role.workers)
         if grows != role.grows:
             draft.put(replace(role, grows=grows))

@@ -262,7 +262,7 @@ def advance(draft: JobDraft, name: str) -> None:
         if role.has_done_its_work and role.workers[0].due == NEVER:
             draft.put(replace(role, phase=RolePhase.FAILED), PhaseEvent.NONE_WANTED)
         elif role.has_done_its_work:
-            draft.put(replace(role, phase=RolePhase.SUCCEEDED), PhaseEvent.ALL_SUCCEEDED)
+            draft.put(replace(role, phase=RolePhase.SUCCEEDED, grows=False), PhaseEvent.ALL_SUCCEEDED)
             draft.record("role", f"role {name} succeeded", name)
         else:
             settle(draft, name)

@@ -158,6 +158,22 @@ class TestABoundary:
         job.on(Due.GROWTH)
         assert decode(encode(job.state)).roles["actor"].grows
 
+    @pytest.mark.parametrize("marked", [False, True])
+    def test_a_boundary_is_not_waited_for_by_a_role_that_has_succeeded(self, *, marked: bool) -> None:
+        """The node comes before its end, or after it."""
+        job = Job({"actor": 8, "critic": 1}, inventory=nodes(2), least={"actor": 2}).running()
+        ranks = range(len(job.state.roles["actor"].workers))
+        for rank in ranks:
+            job.on(FromWorker(WorkerId("actor", rank, 0), Resilient(inside=True)))
+        if marked:
+            come(job, "n2").on(Due.GROWTH)
+        assert job.state.roles["actor"].grows == marked
+        for rank in ranks:
+            job.exits("actor", rank)
+        if not marked:
+            come(job, "n2").on(Due.GROWTH)
+        assert (job.phases()["actor"], job.state.roles["actor"].grows) == ("succeeded", False)
+
     def test_a_boundary_is_not_waited_for_by_ranks_that_start_again_before_the_function(self) -> None:
         job = come(survivors(), "n2")
         job.on(Due.GROWTH).on(FromWorker(WorkerId("actor", 1, 0), Resilient(inside=False)))
