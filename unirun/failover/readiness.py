@@ -132,7 +132,8 @@ def _needs_ports(worker: WorkerState, node: str) -> bool:
 
 
 def _may_begin(state: JobState, role: RoleState) -> bool:
-    return role.phase is RolePhase.WAITING and _is_its_turn(state, role)
+    turn = role.phase is RolePhase.WAITING and _is_its_turn(state, role)
+    return turn and not obstructed(state, role)
 
 
 def _is_its_turn(state: JobState, role: RoleState) -> bool:

@@ -10,14 +10,16 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.failover.job import KILL, TERM
+from tests.unit.failover.multi_node import gone, nodes
 from tests.unit.failover.phase_rows import fails_again, fails_again_in_place, optional
 from tests.unit.failover.services import Services, place, program, service
 from tests.unit.failover.takeover import join, rejoin, take_over
+from unirun.collocation import place as place_job
 from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, EXIT_RENDEZVOUS, Refused
-from unirun.failover.draft import Due, addresses_of
+from unirun.failover.draft import Due, Straggles, addresses_of
 from unirun.failover.policy import LONGEST_DELAY
 from unirun.failover.readiness import waiting_to_start
-from unirun.failover.state import NEVER, JobPhase, RolePhase
+from unirun.failover.state import NEVER, JobPhase, RolePhase, new_job
 from unirun.failover.step import step
 from unirun.spec.job import Entry, RoleSpec
 from unirun.values import RankAddress, WorkerId
@@ -169,6 +171,21 @@ class TestOrder:
         job = Services(engine, program("train", after={"engine": 2})).begin()
         job.dies(rank=0)
         assert job.dies(rank=1).begun == [("train", [0])]
+
+    def test_order_is_a_role_after_the_rank_that_has_to_leave_its_slot(self) -> None:
+        """The role that waits gets the slot of a straggler, which still ends there."""
+        actor, critic = (RoleSpec(name, 1, Entry("script", "a.py")) for name in ("actor", "critic"))
+        gate = service("gate", ports=())
+        job = Services(actor, replace(critic, after={"gate": 0}), gate, primary=("actor",))
+        spec, placement = place_job(job.state.spec, nodes(3, 1))
+        job.state = new_job(spec, placement, started=job.now, logs="/logs", inventory=nodes(3, 1))
+        job.launched().all_run("actor")
+        slots = [job.state.placement.of_role(name)[0].node for name in ("actor", "critic")]
+        job.on(Straggles(WorkerId("actor", 0, 0), "actor:0 is slow"), gone(slots[1]))
+        assert job.state.placement.of_role("critic")[0].node == slots[0]
+        assert job.ready("gate").begun == []
+        job.exits("actor", 0, by=TERM, asked=TERM)
+        assert sorted(job.begun) == [("actor", [0]), ("critic", [0])]
 
     def test_order_is_told_in_words_while_a_role_waits(self) -> None:
         job = Services(service(count=2), program("train", after=AFTER)).begin()
