@@ -135,7 +135,7 @@ def take_up(draft: JobDraft, event: Join) -> Iterator[FromWorker | WorkerExited]
         role = draft.role(name)
         if (
             role.is_program
-            or role.phase in (*ROLE_ENDS, RolePhase.WAITING)
+            or role.phase in (*ROLE_ENDS, RolePhase.WAITING, RolePhase.STOPPING)
             or leader(draft.state, name) != event.node
         ):
             continue

@@ -270,6 +270,10 @@ class TestAnOrderThatWasLost:
         assert starts(job) == []
         assert job.end == (143, "enough")
 
+    def test_a_lost_order_to_open_a_store_is_not_given_again_when_the_job_is_to_end(self) -> None:
+        job = rejoin(Job({"actor": 1}).running().on(Stop(TERM, "enough")), lost_stores={"actor"})
+        assert job.orders(OpenStore) == []
+
     def test_a_lost_order_to_start_some_is_not_given_again_when_their_role_starts_anew(self) -> None:
         job = Job({"actor": 2}, restarts={"actor": 1}).launched().exits("actor", 0, 1)
         assert job.phases() == {"actor": "restarting"}
