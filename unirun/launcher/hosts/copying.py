@@ -383,6 +383,9 @@ def tree_of(folder: Path) -> Path:
     done = _git(folder, "rev-parse", "--show-toplevel")
     return Path(os.fsdecode(done.rstrip(b"\n"))) if done is not None else folder
 
+GIT_TIMEOUT = 60.0
+"""Seconds in which git must answer, of a large tree on a slow file system, too."""
+
 
 def files_of(top: Path) -> list[str]:
     """The files below `top` that are sent, by their relative names, sorted."""
@@ -472,11 +475,16 @@ async def _send(host: Host, top: Path, mark: Path, packed: Path) -> None:
 
 
 def _git(folder: Path, *words: str) -> bytes | None:
-    """The output of git; None when there is no repository, or no git."""
+    """The output of git; None when there is no repository, or no git. Raises `UsageError` when it takes too long:
+    without it what git ignores would be sent, too."""
+    command = ["git", "-C", str(folder), *words]
     try:
-        done = subprocess.run(["git", "-C", folder, *words], capture_output=True, check=False, timeout=60)
+        done = subprocess.run(command, capture_output=True, check=False, timeout=GIT_TIMEOUT)
     except OSError:
         return None
+    except subprocess.TimeoutExpired as error:
+        problem = f"--sync: git has not answered within {GIT_TIMEOUT:g} s"
+        raise UsageError(problem, f"try: {shlex.join(command)}") from error
     return done.stdout if done.returncode == 0 else None
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import eventually
-from unirun.errors import RendezvousError
+from unirun.errors import RendezvousError, UsageError
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts import copying
 from unirun.launcher.hosts.copying import directories_in, files_of, pack, send_tree, tree_of
@@ -169,4 +169,18 @@ def test_a_file_that_is_removed_while_the_tree_is_packed_is_left_out(tree: Path)
 def test_a_tree_needs_ssh(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tree))
     with pytest.raises(RendezvousError, match="h1: ssh cannot be started: No such file"):
+        asyncio.run(send_tree([Host("h1", "h1")], tree))
+
+
+def test_a_git_that_does_not_answer_is_told(
+    tree: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path_factory.mktemp("bin")
+    (folder / "git").write_text("#!/bin/sh\nexec sleep 100\n")
+    (folder / "git").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(copying, "GIT_TIMEOUT", 0.05)
+    with pytest.raises(
+        UsageError, match="--sync: git has not answered within 0.05 s; try: git -C .* rev-parse"
+    ):
         asyncio.run(send_tree([Host("h1", "h1")], tree))
