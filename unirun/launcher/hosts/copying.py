@@ -160,7 +160,8 @@ class Mirror:
         self._current: dict[str, asyncio.Event] = {}
 
     async def run(self) -> None:
-        """Copy until all agents have ended and all files are here. Then no host is recorded any more."""
+        """Copy until all agents have ended and all files are here. Then no host is recorded any more. An unexpected
+        error in the copy of one host is raised when the others are done."""
         tasks: set[asyncio.Task[None]] = set()
         if not self._remotes:
             # Another process has copied until now. What several nodes may have written begins anew.
@@ -180,6 +181,8 @@ class Mirror:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks:
+            task.result()
         (self._job.path / HOSTS).unlink(missing_ok=True)
 
     async def current(self) -> None:
@@ -259,17 +262,15 @@ class Mirror:
 
 def copy_on(job: JobDir, lock: int) -> None:
     """Go on copying when this process has ended. The new process gets the `lock`."""
-    os.close(_start(job, lock))
+    if (told := _start(job, lock)) is not None:
+        os.close(told)
 
 
 def make_current(job: JobDir) -> None:
     """Let the copy have what the hosts have written, if nobody copies. Hosts that do not answer are not waited for."""
     if not recorded_hosts(job) or job.alive():
         return
-    try:
-        told = _start(job)
-    except OSError as error:
-        report(f"unirun: the copy of what its hosts have written is not current: {error.strerror}")
+    if (told := _start(job)) is None:
         return
     try:
         if not select.select([told], [], [], CATCH_UP_TIMEOUT)[0]:
@@ -278,33 +279,38 @@ def make_current(job: JobDir) -> None:
         os.close(told)
 
 
-def _start(job: JobDir, lock: int | None = None) -> int:
-    """Start the copying process. Returns a pipe that it closes when the copy is current. Raises OSError."""
-    with open(job.path / "copy.log", "ab") as log:
-        ours, theirs = os.pipe()
-        handles = [theirs] if lock is None else [theirs, lock]
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "unirun.launcher.hosts.copying",
-            job.run_id,
-            *map(str, handles),
-        ]
-        try:
-            subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=handles,
-                start_new_session=True,
-            )
-        except OSError:
-            os.close(ours)
-            raise
-        finally:
-            os.close(theirs)
+def _start(job: JobDir, lock: int | None = None) -> int | None:
+    """Start the copying process. Returns a pipe that it closes when the copy is current. None if it cannot be started,
+    which is told: the job runs without it, and the next process that reads the copy tries again."""
+    try:
+        with open(job.path / "copy.log", "ab") as log:
+            ours, theirs = os.pipe()
+            handles = [theirs] if lock is None else [theirs, lock]
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                "unirun.launcher.hosts.copying",
+                job.run_id,
+                *map(str, handles),
+            ]
+            try:
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=handles,
+                    start_new_session=True,
+                )
+            except OSError:
+                os.close(ours)
+                raise
+            finally:
+                os.close(theirs)
+    except OSError as error:
+        report(f"unirun: the copy of what its hosts have written is not current: {error.strerror}")
+        return None
     return ours
 
 
@@ -377,14 +383,14 @@ LEFT_OUT = frozenset(
 TIMEOUT = 600.0
 """Seconds in which every host must have taken the tree."""
 
+GIT_TIMEOUT = 60.0
+"""Seconds in which git must answer, of a large tree on a slow file system, too."""
+
 
 def tree_of(folder: Path) -> Path:
     """The top of the git repository that `folder` is in; without one, the folder."""
     done = _git(folder, "rev-parse", "--show-toplevel")
     return Path(os.fsdecode(done.rstrip(b"\n"))) if done is not None else folder
-
-GIT_TIMEOUT = 60.0
-"""Seconds in which git must answer, of a large tree on a slow file system, too."""
 
 
 def files_of(top: Path) -> list[str]:

@@ -16,6 +16,7 @@ from tests.unit.conftest import descriptors
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts import copying
+from unirun.launcher.hosts.connection import RemoteNode
 from unirun.launcher.hosts.copying import Mirror, offsets_here, record_hosts, recorded_hosts
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import create_job
@@ -180,14 +181,33 @@ def test_a_process_that_goes_on_copying_has_the_lock(home: Path, process: type[F
     assert not job.alive()
 
 
+@pytest.mark.parametrize("detached", [False, True])
 def test_a_copy_that_cannot_be_made_current_is_read_as_it_is(
-    home: Path, capsys: pytest.CaptureFixture[str]
+    home: Path, detached: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The disk is full, for example."""
+    """The disk is full, for example. A job that was detached runs already, and goes on."""
     job = copy(HEAD)
     record_hosts(job, [Host("h1", "h1")])
     (job.path / "copy.log").mkdir()
     before = descriptors()
-    copying.make_current(job)
+    if detached:
+        copying.copy_on(job, 2)
+    else:
+        copying.make_current(job)
     assert "the copy of what its hosts have written is not current: Is a directory" in capsys.readouterr().err
     assert descriptors() == before
+
+
+def test_a_host_whose_copy_was_ended_by_an_error_stays_recorded(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = copy(HEAD)
+    record_hosts(job, [Host("h1", "h1")])
+
+    async def reach(_: Host) -> RemoteNode:
+        raise ValueError("none that is expected")
+
+    monkeypatch.setattr(copying, "reach", reach)
+    with pytest.raises(ValueError, match="none that is expected"):
+        asyncio.run(Mirror(job, {}, print).run())
+    assert recorded_hosts(job) == (Host("h1", "h1"),)
