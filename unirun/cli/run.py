@@ -69,6 +69,10 @@ def main(argv: Sequence[str]) -> int:
     detach = bool(options.get("detach"))
     if detach and "stdin" in options:
         raise UsageError("--stdin: a detached job has no stdin", "leave out one of --stdin and --detach")
+    for name in ("sync", "pre_check"):
+        if options.get(name) and "hosts" not in options and "hostfile" not in options:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} is for hosts that are reached by ssh", "name them: --hosts h1,h2")
     everything = {**defaults_of(line, os.environ), **options}
     if several_nodes(everything) or in_a_step(os.environ):
         # Imported here: jobs of one host need none of it.
@@ -200,12 +204,6 @@ def _refuse(options: Mapping[str, Any]) -> None:
         raise UsageError("--stdin: a worker on another host has no terminal", "leave it out")
     if "inventory" in options:
         raise UsageError("--inventory: the nodes of this job are real", "leave it out, or plan with it")
-    for option in ("sync", "pre_check"):
-        if options.get(option) and "hosts" not in options and "hostfile" not in options:
-            raise UsageError(
-                f"--{option.replace('_', '-')} is for hosts that are reached by ssh",
-                "name them: --hosts h1,h2",
-            )
 
 
 def planned(line: CommandLine, inventory: Inventory, nodes: NodeCount, run_id: str) -> PlannedJob:

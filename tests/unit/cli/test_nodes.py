@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from unirun.cli import run
 from unirun.cli.commandline import parse
 from unirun.cli.compose import job_spec, node_count, several_nodes
 from unirun.cli.run import hosts_of, invite_of, last_call, run_on_hosts, with_token
@@ -157,14 +158,19 @@ class TestHosts:
         [
             ({"hosts": "h1", "stdin": "a:0"}, "--stdin: a worker on another host has no terminal"),
             ({"hosts": "h1", "inventory": "fake:nodes=2"}, "--inventory: the nodes of this job are real"),
-            (
-                {"nnodes": "2", "sync": True},
-                "--sync is for hosts that are reached by ssh; name them: --hosts",
-            ),
-            ({"nnodes": "2", "pre_check": True}, "--pre-check is for hosts that are reached by ssh"),
         ],
     )
     def test_what_hosts_cannot_have_is_refused(self, options: dict[str, Any], says: str) -> None:
         with pytest.raises(UsageError) as caught:
             run_on_hosts(parse(["train.py"]), options)
         assert says in str(caught.value)
+
+    @pytest.mark.parametrize("more", [(), ("--nnodes", "2")])
+    @pytest.mark.parametrize("option", ["--sync", "--pre-check"])
+    def test_an_option_for_hosts_that_ssh_reaches_is_refused_without_them(
+        self, option: str, more: tuple[str, ...]
+    ) -> None:
+        with pytest.raises(
+            UsageError, match=f"{option} is for hosts that are reached by ssh; name them: --hosts"
+        ):
+            run.main([option, *more, "train.py"])
