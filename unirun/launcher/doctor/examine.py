@@ -81,6 +81,9 @@ def here(_: Host) -> list[str]:
 class ProbeClient(RemoteNode):
     """The probe on one host. Requests are answered one after the other."""
 
+    _due = 0
+    """Answers that are to come."""
+
     async def ask(self, request: Request, kind: type[A], within: float = PROBE_ANSWER_TIMEOUT) -> A:
         """The answer, which is a `kind`. Raises `RendezvousError` with what it says instead, or why it is silent."""
         try:
@@ -98,6 +101,7 @@ class ProbeClient(RemoteNode):
 
     async def _exchange(self, request: Request) -> Answer:
         self._stdin.write(json.encode(request) + b"\n")
+        self._due += 1
         await self._stdin.drain()
         while True:
             line = await self._stdout.readline()
@@ -105,7 +109,11 @@ class ProbeClient(RemoteNode):
                 raise EOFError
             # What the shell's startup files print is no answer.
             with contextlib.suppress(DecodeError):
-                return _ANSWER.decode(line)
+                answer = _ANSWER.decode(line)
+                self._due -= 1
+                # One to a request that was given up comes late.
+                if not self._due:
+                    return answer
 
 
 AT_ONCE = 64

@@ -59,6 +59,21 @@ def test_a_failure_there_is_an_error_here() -> None:
 
 
 @pytest.mark.starts_processes
+def test_an_answer_that_comes_too_late_is_none_to_the_next_question() -> None:
+    async def ask() -> object:
+        program = f"read it; read it; {line(PortOpened(5))}; {line(ANSWER)}; exec cat"
+        channel = await ProbeClient.start(Host("h1", "h1"), ["sh", "-c", program])
+        try:
+            with pytest.raises(RendezvousError, match="no answer within"):
+                await channel.ask(ImportTorch(store=True), PortOpened, 0.01)
+            return await channel.ask(Inspect(None, None), Inspected, 10.0)
+        finally:
+            await channel.close()
+
+    assert asyncio.run(ask()) == ANSWER
+
+
+@pytest.mark.starts_processes
 def test_a_probe_that_ends_tells_why() -> None:
     with pytest.raises(RendezvousError) as caught:
         asked("echo 'Connection refused' >&2; exit 255")
