@@ -65,12 +65,19 @@ def tell(text: str) -> None:
         say(line)
 
 
+_FILLER = "\0"
+"""A character that no printed text has."""
+
+
 def folded(text: str, width: int, indent: str = "  ") -> list[str]:
     """The lines of `text`, none wider than `width` if its words allow it (0: any width); all but the first begin with
     `indent`."""
     if not width or _size(text) <= width:
         return [text]
-    return wrap(text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+    # As many characters as each takes columns.
+    spread = "".join(each + _FILLER * (_size(each) - 1) for each in text)
+    lines = wrap(spread, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+    return [line.replace(_FILLER, "") for line in lines]
 
 
 def _size(text: str) -> int:

@@ -53,6 +53,10 @@ def test_characters_that_take_two_columns_are_counted_so() -> None:
     assert [*table_lines(("A", "B"), [("日本", "1"), ("abcd", "2")], None)][1:] == ["日本  1", "abcd  2"]
 
 
+def test_texts_with_characters_that_take_two_columns_are_folded_by_their_columns() -> None:
+    assert folded("訓練 失敗 訓練 ok", 10) == ["訓練 失敗", "  訓練 ok"]
+
+
 def test_states_are_coloured_with_their_room() -> None:
     header, row, _ = table_lines(HEADERS, ROWS, None, in_colours=True)
     assert "\x1b[" not in header
