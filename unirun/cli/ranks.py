@@ -320,6 +320,11 @@ def inject(options: Any) -> int:
         raise UsageError("--for and --seed are for a schedule", "add --every 5s")
     if every == 0:
         raise UsageError("--every 0s is no schedule", "for example --every 5s")
+    if every is not None and lasting is not None and lasting < every:
+        raise UsageError(
+            f"--for {options.lasting} is over before the first fault, which comes after {options.every}",
+            f"give --for {options.every} or longer",
+        )
     job = find_here(options.store, options.job, "inject")
     if read_summary(job).phase in ENDED:
         raise JobError(f"job {job.run_id} has ended", "there is nothing to inject a fault into")
