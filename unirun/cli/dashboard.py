@@ -20,7 +20,7 @@ TOKEN = "dashboard.token"
 
 
 def main(options: Any) -> int:
-    """Serve the page until a signal comes. Returns 0."""
+    """Serve the page until a signal ends this process, as it ends others."""
     only = [find_here(None, name, "dashboard").run_id for name in options.jobs]
     try:
         from unirun.dashboard.server import PageServer, listen
