@@ -240,6 +240,7 @@ def write_trace(options: Any) -> int:
 def spans_of(job: JobDir, status: JobStatus) -> dict[WorkerId, list[TraceSpan]]:
     """The spans of all incarnations of all ranks."""
     found: dict[WorkerId, list[TraceSpan]] = {}
+    folders = (job, *directories_of_nodes(job))
     for role in status.roles:
         for worker in role.workers:
             for incarnation in range(worker.incarnation + 1):
