@@ -210,7 +210,8 @@ def _explained(failure: LoggedFailure, events: Sequence[LoggedEvent]) -> Iterato
     if words:
         yield "error:" if record.traceback or record.message else "the end of its output:"
         yield from (f"  {line}" for line in words.rstrip().splitlines())
-    yield f"log: {record.log}/stderr.log"
+    if record.log:
+        yield f"log: {record.log}/stderr.log"
 
 
 def _seconds(time: float | None) -> str:

@@ -238,7 +238,8 @@ def failure_report(reason: str, diagnosis: Diagnosis) -> str:
         lines.append("  the end of its output:")
         words = cause.tail
     lines += [f"  {line}" for line in shortened(words.rstrip().splitlines(), "the log has them")]
-    lines.append(f"  log: {cause.log}/stderr.log")
+    if cause.log:
+        lines.append(f"  log: {cause.log}/stderr.log")
     return "\n".join(lines)
 
 

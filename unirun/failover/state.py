@@ -73,9 +73,9 @@ class Failure(Value, omit_defaults=True):
 
     `time` is in seconds since the epoch: when the exception was raised, or, without one, when the exit was
     seen. `message` and `traceback` are empty when the worker reported no error. `tail` holds the last lines
-    of its output then. `log` is its log directory. `decision` is what followed from it, in words; empty when
-    that was decided before, as in a role that restarts or stops already. An `inferred` one has not failed
-    itself, but is taken for the cause of others; `note` says why.
+    of its output then. `log` is its log directory, empty for a worker that never ran. `decision` is what followed
+    from it, in words; empty when that was decided before, as in a role that restarts or stops already. An `inferred`
+    one has not failed itself, but is taken for the cause of others; `note` says why.
 
     The `rule` is that by which it was noticed, at the time `noticed` (by the master's clock). `slots` are the worker's
     devices. `fault` is the id of the event that has injected a fault into it. `affected` are other ranks that wait for

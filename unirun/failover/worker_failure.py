@@ -253,6 +253,8 @@ def _obeyed(event: WorkerExited) -> bool:
 def failure_of(state: JobState, worker: WorkerState, event: WorkerExited, end: Exit) -> Failure:
     """The record of a failure."""
     error = event.error
+    # One that never ran has an exit code, but for one whose node is gone before its process was known.
+    ran = worker.pid is not None or event.code is None
     failure = Failure(
         worker=event.worker,
         generation=worker.generation,
@@ -263,7 +265,7 @@ def failure_of(state: JobState, worker: WorkerState, event: WorkerExited, end: E
         traceback=error.traceback if error else "",
         note=event.note,
         tail=event.tail,
-        log=f"{state.logs}/{event.worker.role}/{worker.rank}/{worker.incarnation}",
+        log=f"{state.logs}/{event.worker.role}/{worker.rank}/{worker.incarnation}" if ran else "",
         rule="port" if event.taken else RULES.get(event.cause, "exit"),
         slots=worker.own,
         fault=worker.fault,

@@ -182,6 +182,15 @@ class TestAFailure:
         assert job.finish is not None
         assert "no process can be forked" in job.finish.verdict.report
 
+    def test_a_worker_that_never_ran_has_no_log_that_a_report_names(self) -> None:
+        job = Job({"actor": 2}).launched()
+        job.on(
+            WorkerExited(WorkerId("actor", 0, 0), job.now, 1, None, note="its log cannot be written")
+        ).obey()
+        assert job.state.failures[-1].log == ""
+        assert job.finish is not None
+        assert job.finish.verdict.report.endswith("  its log cannot be written")
+
 
 def test_old_failures_are_forgotten_one_by_one() -> None:
     job = Job({"actor": 1}, restarts={"actor": 400}).running()
