@@ -32,7 +32,7 @@ from unirun.observe.events import (
 )
 from unirun.observe.jobdir import JobDir, directories_of_nodes, file_of
 from unirun.observe.spans import SPANS, TraceSpan, read_spans
-from unirun.observe.status import ENDED, JobStatus, read_status, read_summary
+from unirun.observe.status import ENDED, JobStatus, is_between_runs, read_status, read_summary
 from unirun.observe.trace import MetricRow, offsets, trace_events
 from unirun.values import WorkerId
 
@@ -65,10 +65,19 @@ def show_events(options: Any) -> int:
 
 def _follow(job: JobDir, options: Any, since: float) -> None:
     """Print events as they are written, until the job has ended."""
-    reader, latest = EventReader(job.events), 0
+    uid = ""
     while True:
-        # Asked first: the last events are written before that.
-        ended = read_summary(job).phase in ENDED
+        try:
+            # Asked first: the last events are written before that.
+            ended = read_summary(job).phase in ENDED
+            if uid != job.uid:
+                # At first, and when Slurm has requeued the job.
+                uid, reader, latest = job.uid, EventReader(job.events), 0
+        except JobError as error:
+            if not is_between_runs(job, error):
+                raise
+            time.sleep(FOLLOW_INTERVAL)
+            continue
         for event in reader.read():
             latest = max(latest, term_of(event))
             late = {event.id} if term_of(event) < latest else set()
@@ -246,7 +255,7 @@ def spans_of(job: JobDir, status: JobStatus) -> dict[WorkerId, list[TraceSpan]]:
         for worker in role.workers:
             for incarnation in range(worker.incarnation + 1):
                 who = WorkerId(role.name, worker.rank, incarnation)
-                if (path := file_of((job, *directories_of_nodes(job)), who, SPANS)) is not None:
+                if (path := file_of(folders, who, SPANS)) is not None:
                     found[who] = [*read_spans(path)]
     return {who: spans for who, spans in found.items() if spans}
 

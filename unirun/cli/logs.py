@@ -15,7 +15,7 @@ from unirun.cli.stored import find_here
 from unirun.errors import JobElsewhere, JobError, UsageError
 from unirun.observe.batchjob import read_batch
 from unirun.observe.jobdir import JobDir, directories_of_nodes, file_of
-from unirun.observe.status import ENDED, read_status, read_summary
+from unirun.observe.status import ENDED, is_between_runs, read_status, read_summary
 from unirun.values import WorkerId
 
 BLOCK = 1 << 20
@@ -181,11 +181,13 @@ def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -
     stopped = threading.Event()
     failed: list[OSError] = []
     seen: set[tuple[str, ...]] = set()
+    uid = ""
 
-    def sink(prefix: bytes) -> Callable[[bytes], None]:
+    def sink(prefix: bytes, run: str) -> Callable[[bytes], None]:
         def put(data: bytes) -> None:
             try:
-                if not failed:
+                # The files of a run are elsewhere when Slurm has requeued the job.
+                if not failed and run == uid:
                     _put(b"".join(prefix + row for row in data.splitlines(keepends=True)))
             except OSError as error:
                 failed.append(error)
@@ -195,15 +197,24 @@ def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -
 
     try:
         while True:
-            ended = read_summary(job).phase in ENDED
-            for path, prefix in _files(job, who, names, every=True):
+            try:
+                ended = read_summary(job).phase in ENDED
+                if uid != job.uid:
+                    uid = job.uid
+                    seen.clear()
+                files = [*_files(job, who, names, every=True)]
+            except JobError as error:
+                if not is_between_runs(job, error):
+                    raise
+                ended, files = False, []
+            for path, prefix in files:
                 # The copy of a file may come after it.
                 log = path.parts[-4:]
                 if log not in seen:
                     seen.add(log)
                     with open(path, "rb") as file:
                         start = 0 if lines is None else start_of_last(file, lines)
-                    follower.follow(path, sink(prefix), start=start)
+                    follower.follow(path, sink(prefix, uid), start=start)
             if ended or stopped.is_set():
                 break
             _wait_for_change(job, stopped)

@@ -250,6 +250,12 @@ def read_summary(job: JobDir) -> Summary:
     return replace(summary, phase="lost") if gone else summary
 
 
+def is_between_runs(job: JobDir, error: JobError) -> bool:
+    """Return True if a file of `job` was not there (`error`) because its batch job begins, or begins again after Slurm
+    has requeued it: its files are made anew then. Raises `JobError`."""
+    return isinstance(error.__cause__, FileNotFoundError) and is_active(job)
+
+
 def read_status(job: JobDir) -> JobStatus:
     """The status of `job`. Raises `JobError` when it has none, or one that unirun of this version has not written.
 
