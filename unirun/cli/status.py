@@ -90,7 +90,10 @@ def _print(status: JobStatus, master: str, batch: str, logs: str) -> None:
         tell(f"restarts of the job: {status.restarts} of {status.max_job_restarts}")
     if status.committed >= 0:
         tell(f"committed: step {status.committed} by all roles that commit together")
-    nodes = ((status.spares, "held back"), (status.tainted, "tainted"), (status.lost, "lost"))
+    nodes = (
+        *((status.spares, "held back"), (status.tainted, "tainted")),
+        *((status.lost, "lost"), (status.left, "drained")),
+    )
     if told := [f"{', '.join(names)} {what}" for names, what in nodes if names]:
         tell(f"nodes: {'; '.join(told)}")
     for text in status.sick:

@@ -246,7 +246,7 @@ def leave_when_empty(draft: JobDraft) -> None:
         if node not in busy:
             draft.record("drain", f"{node} leaves, as nothing runs there any more", node)
             draft.order(node, Shutdown())
-            draft.put(without(draft.state, {node}))
+            draft.put(replace(without(draft.state, {node}), left=(*draft.state.left, node)))
             draft.send(ToWatchers(Drained(node)))
 
 

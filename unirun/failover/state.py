@@ -578,7 +578,8 @@ class JobState(Value):
     `inventory` has the nodes that have an agent, or had one; without it, ranks can be nowhere but where they are.
     `keepers` are the nodes that keep the job's store, and so cannot leave: the head where it is a file, those with a
     member of the job's own etcd; none where it is elsewhere. Nodes that are `draining` leave as soon as nothing runs
-    there. `newcomers` have joined the running job; roles that may grow have not been offered them.
+    there, and have `left` then. `newcomers` have joined the running job; roles that may grow have not been offered
+    them.
     `told` is the latest view; the agents of the `uninformed` nodes have none that it follows on. `losses` are the nodes
     of which the agents are gone since a moment, and why; what follows is decided for all of them at once.
     `commits` are the steps that roles have committed together.
@@ -613,6 +614,7 @@ class JobState(Value):
     cause: str = ""
     keepers: tuple[str, ...] = ()
     draining: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
     newcomers: tuple[str, ...] = ()
     looked: Mapping[str, Looked] = field(default_factory=dict)
     restarts: int = 0

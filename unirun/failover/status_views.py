@@ -104,6 +104,7 @@ def status_of(
         reason=state.verdict.reason if state.verdict else "",
         code=state.code,
         roles=roles,
+        lost=tuple(node for node in state.placement.lost if node not in state.left),
         committed=state.commits.step,
         epoch=epoch,
         trouble=trouble,

@@ -145,8 +145,8 @@ class JobStatus(Value):
 
     `epoch` is the term of the master that has written it, `trouble` what keeps it from writing decisions to the store.
     `failures` are the last `FAILURES` of `failed` in all, in order of arrival. `spares` are nodes held in reserve,
-    `lost` those that are gone. `waiting` says in words which ranks a debugger holds,
-    and which are blocked until others have restarted.
+    `lost` those that are gone, but for those that were drained and have `left`. `waiting` says in words which ranks a
+    debugger holds, and which are blocked until others have restarted.
     `restarts` are those of the whole job, which goes back to the step `committed`, -1 for none. The nodes in `tainted`
     get no more ranks; `sick` says in words why nodes are. `stragglers` says in words which ranks the others wait for in
     collectives.
@@ -167,6 +167,7 @@ class JobStatus(Value):
     calls: tuple[CallStatus, ...] = ()
     spares: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
     waiting: tuple[str, ...] = ()
     restarts: int = 0
     max_job_restarts: int = 0

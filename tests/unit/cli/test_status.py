@@ -1,4 +1,4 @@
-"""The keys of ``unirun top``."""
+"""The keys of ``unirun top``, and the words of ``unirun status``."""
 
 from __future__ import annotations
 
@@ -173,3 +173,12 @@ def test_the_latest_events_are_kept_at_each_look(monkeypatch: pytest.MonkeyPatch
             if number % 2:
                 shown.append("".join(event.text for event in followed.look(TopView()).events))
     assert shown == ["01", "123", "345", "567"]
+
+
+def test_a_node_that_was_drained_is_not_said_to_be_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    job, lock = create_job("job-1", new_token())
+    os.close(lock)
+    ended = JobStatus("job-1", "job", "failed", "", 1.0, 2.0, 1, (), lost=("n1",), left=("n2", "n3"))
+    write_status(job, ended)
+    assert run_cli("status", "job-1") == 0
+    assert "\nnodes: n1 lost; n2, n3 drained\n" in capsys.readouterr().out

@@ -15,6 +15,7 @@ from unirun.failover.context import decode, encode, urgent
 from unirun.failover.draft import Event, Straggles, ToAgent
 from unirun.failover.nodes import RETRY_REMEDY
 from unirun.failover.state import RolePhase
+from unirun.failover.status_views import status_of
 from unirun.values import WorkerId
 from unirun.wire.messages import Drain, Drained, Shutdown, StartRole, StopWorkers
 from unirun.wire.reports import (
@@ -76,6 +77,11 @@ class TestARoleThatRestartsAsAWhole:
             (),
             False,
         )
+
+    def test_it_is_shown_as_one_that_has_left_and_not_as_lost(self) -> None:
+        job = scripts().running().on(Drain("n2")).on(gone("n1"))
+        status = status_of(job.state, {}, {})
+        assert (status.left, status.lost) == (("n2",), ("n1",))
 
     def test_the_end_of_its_agent_is_no_loss(self) -> None:
         job = scripts().running().on(Drain("n1")).obey().all_run("actor").on(gone("n1"))

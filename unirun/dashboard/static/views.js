@@ -239,8 +239,8 @@ page.views.placement = async () => {
         for (const slot of names) slots.set(slot, [...(slots.get(slot) ?? []), [role, rank]]);
       });
     }
-    const marks = (node) => [job.spares.includes(node) && "held back", job.tainted.includes(node) && "tainted", job.lost.includes(node) && "lost"].filter(Boolean).join(", ");
-    const every = [...new Set([...job.nodes, ...job.spares, ...job.lost])].filter((node) => node.toLowerCase().includes(words));
+    const marks = (node) => [job.spares.includes(node) && "held back", job.tainted.includes(node) && "tainted", job.lost.includes(node) && "lost", job.left.includes(node) && "drained"].filter(Boolean).join(", ");
+    const every = [...new Set([...job.nodes, ...job.spares, ...job.lost, ...job.left])].filter((node) => node.toLowerCase().includes(words));
     const order = (a, b) => a[0].localeCompare(b[0], undefined, { numeric: true });
     body.replaceChildren(
       ...every.slice(0, count).map((node) => {

@@ -330,8 +330,9 @@ class RemoteJob(RunningJob):
         return None
 
     def _lost(self) -> set[str]:
-        """The nodes that have been given up, by the copy of the job's status."""
+        """The nodes that have been given up or drained, by the copy of the job's status."""
         try:
-            return set(read_status(self.job).lost)
+            status = read_status(self.job)
         except JobError:
             return set()
+        return {*status.lost, *status.left}
