@@ -87,7 +87,6 @@ from unirun.wire.reports import (
     Placed,
     ProgressPage,
     Reaped,
-    Sick,
     SpawnFailed,
     Unanswered,
     WorkerStarted,
@@ -464,7 +463,7 @@ class Agent:
             self._filters.follow(message.worker)
         if self._master is not None:
             self._master.send(message)
-        elif isinstance(message, Notice | Knock | Sick) or (
+        elif isinstance(message, Notice | Knock) or (
             isinstance(message, FromWorker) and isinstance(message.message, Metrics)
         ):
             # A new master gets everything else with `Join`.
@@ -485,8 +484,9 @@ class Agent:
             self._progress.led()
             self._debugging.led()
             stream.send(Join(*about, workers, stores, self._state.ending, self._addr, self._followed))
-            for ask in self._state.asks.values():
-                stream.send(ask)
+            # What the master before was told last it may never have read.
+            for message in (*self._state.asks.values(), *self._health.told):
+                stream.send(message)
             for frame in self._unsent.take():
                 stream.send_frame(frame)
             if before is not None:

@@ -1,7 +1,8 @@
 """The signs that a node is sick: a full disk, and faults of its devices. Those of a network that is. The resources that
 workers use.
 
-Each sign is told once. The master gives a sick node no more ranks (`unirun.failover.worker_failure.fall_ill`).
+Each sign is told once to each master, which gives a sick node no more ranks
+(`unirun.failover.worker_failure.fall_ill`).
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ bus, many single-bit errors, uncontained ECC, the GSP, ECC that cannot be recove
 
 
 class NodeHealth:
-    """Looks at a node. `folder` is on the disk that its workers write to."""
+    """Looks at a node. `folder` is on the disk that its workers write to. `told` are the signs that were found."""
 
     def __init__(self, node: str, folder: Path, devices: Devices) -> None:
         self._node, self._folder, self._devices = node, folder, devices
-        self._told: set[str] = set()
+        self.told: list[Sick] = []
 
     def look(self) -> list[Sick]:
         """The signs that were not told yet. It may take seconds, as a driver does for a device that is gone."""
         signs = [Sick(self._node, "disk", sign) for sign in self._disk()]
         signs += [Sick(self._node, "device", sign) for sign in self._devices.signs()]
-        new = [each for each in signs if each.sign not in self._told]
-        self._told.update(each.sign for each in new)
+        new = [each for each in signs if each not in self.told]
+        self.told += new
         return new
 
     def _disk(self) -> Iterator[str]:

@@ -29,6 +29,7 @@ from msgspec.structs import replace
 
 from tests.unit.conftest import descriptors
 from tests.unit.launcher.agent import spawn
+from tests.unit.launcher.nvml import LOST, Nvml, NVMLError
 from tests.unit.simulated_loop import SimulatedLoop
 from unirun.errors import WireError
 from unirun.failover.draft import addresses_of
@@ -38,6 +39,7 @@ from unirun.launcher.agent import Agent, EarlySpawners
 from unirun.launcher.core import UNLINKED_TIMEOUT
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import Launch, Order, Worker
+from unirun.launcher.monitoring import Devices, NodeHealth
 from unirun.launcher.notes import PERHAPS, Kills
 from unirun.launcher.orders import PortBook
 from unirun.launcher.warm.borrowing import Borrowed
@@ -58,6 +60,7 @@ from unirun.wire.reports import (
     Metrics,
     Notice,
     Reaped,
+    Sick,
     Spawn,
     SpawnerReady,
 )
@@ -561,3 +564,20 @@ def without_garbage() -> None:
 
 TestAgentIo = AgentIo.TestCase
 TestAgentIo.settings = settings(stateful_step_count=40)
+
+
+def test_a_sign_that_a_node_is_sick_is_told_to_the_next_master_too() -> None:
+    """The one before may have died with it unread."""
+    io, nvml = AgentIo(), Nvml(0)
+    io.begins(borrowed=False)
+    io.agent._health = NodeHealth("n0", io.job.path, Devices(nvml))
+    io.loop.passes(SPEC.sample_interval)
+    nvml.cards[0] = NVMLError(LOST)
+    found = []
+    for seconds in (SPEC.sample_interval, 0.0):
+        io.a_master_leads()
+        io.loop.passes(seconds)
+        assert io.master is not None
+        found.append([each for each in io.master.take() if isinstance(each, Sick)])
+    assert found == [[Sick("n0", "device", "GPU 0 is lost")]] * 2
+    io.teardown()
