@@ -17,8 +17,8 @@ from typing import IO, Any
 
 from unirun.errors import UsageError
 from unirun.observe.ownership import exposure, make_private
-from unirun.train.checkpoints import Folder, file_system
-from unirun.train.data import Files
+from unirun.train.checkpoints import Folder
+from unirun.train.data import Files, file_system
 from unirun.values import natural
 from unirun.wire.reporting import report
 

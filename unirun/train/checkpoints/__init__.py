@@ -3,7 +3,7 @@
 The names here need no torch, as the process that starts a training run may do without it; `state` and `writer` do.
 """
 
-from unirun.train.checkpoints.folder import Folder, Manifest, file_system, files_in, skipped
+from unirun.train.checkpoints.folder import Folder, Manifest, files_in, skipped
 from unirun.train.checkpoints.strategy import CheckpointStrategy, Info
 
-__all__ = ["CheckpointStrategy", "Folder", "Info", "Manifest", "file_system", "files_in", "skipped"]
+__all__ = ["CheckpointStrategy", "Folder", "Info", "Manifest", "files_in", "skipped"]

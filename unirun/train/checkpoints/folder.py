@@ -25,7 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import fsspec
 import msgspec
 from msgspec.structs import replace
 
@@ -33,7 +32,7 @@ from unirun.atomic import writing
 from unirun.errors import CheckpointDamaged, UsageError
 from unirun.observe.ownership import exposure, make_private, owner, writers
 from unirun.train.checkpoints.strategy import Info
-from unirun.train.data import Consumed
+from unirun.train.data import Consumed, file_system
 from unirun.values import Value
 from unirun.wire.reporting import report
 
@@ -84,17 +83,6 @@ class Summed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def file_system(url: str) -> tuple[Any, str]:
-    """The file system of a path or URL, and the path there. Raises ValueError and ImportError for a URL of a kind that
-    fsspec does not know."""
-    if "://" in url:
-        found: tuple[Any, str] = fsspec.url_to_fs(url)
-        return found
-    # In a path, two colons are part of a name.
-    files = fsspec.filesystem("file")
-    return files, files._strip_protocol(url)
 
 
 class Folder:

@@ -10,7 +10,7 @@
 The names here need no torch, as the process that starts a training run may do without it; `loader` and `sources` do.
 """
 
-from unirun.train.data.files import Files
+from unirun.train.data.files import Files, file_system
 from unirun.train.data.plan import Consumed, SampleOrder, Share, merged
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "Files",
     "SampleOrder",
     "Share",
+    "file_system",
     "merged",
 ]

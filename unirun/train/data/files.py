@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import IO, Any, Self
 
 import fsspec
@@ -19,6 +20,24 @@ LINES = 1024
 """Lines of a list that are read at a time."""
 
 Read = Callable[[IO[bytes]], Iterable[Any]]
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """The file system of a path or URL, and the path there. Raises ValueError and ImportError for a URL of a kind that
+    fsspec does not know."""
+    if "://" in url:
+        found: tuple[Any, str] = fsspec.url_to_fs(url)
+        return found
+    # In a path, two colons are part of a name.
+    files = fsspec.filesystem("file")
+    return files, files._strip_protocol(url)
+
+
+def opened(url: str) -> AbstractContextManager[IO[bytes]]:
+    """A file, to be read."""
+    files, path = file_system(url)
+    found: AbstractContextManager[IO[bytes]] = files.open(path, "rb")
+    return found
 
 
 def lines(file: IO[bytes]) -> Iterator[str]:
@@ -67,7 +86,7 @@ class Files:
         """The items of a file without the first `begin`, which are read and dropped. Raises OSError."""
         path = self.path(index)
         if path:
-            with fsspec.open(path, "rb") as file:
+            with opened(path) as file:
                 yield from itertools.islice(self._read(file), begin, None)
 
 
@@ -85,11 +104,11 @@ def _paths_of(paths: Any) -> Sequence[str]:
 def _matching(pattern: str) -> Sequence[str]:
     if "*" not in pattern:
         return (pattern,)
-    files, path = fsspec.url_to_fs(pattern)
+    files, path = file_system(pattern)
     matching = files.glob(path, detail=True)
     # A link may be one to a directory.
     whole = (each for each, about in matching.items() if about["type"] == "file" or not files.isdir(each))
-    found = tuple(map(files.unstrip_protocol, sorted(whole)))
+    found = tuple(map(files.unstrip_protocol, sorted(whole)) if "://" in pattern else sorted(whole))
     if not found:
         raise UsageError(
             f"Files(): no file matches {pattern!r}", "check the pattern, from this working directory"
@@ -116,7 +135,7 @@ class _Listed:
 
     def _lines(self, block: int) -> list[str]:
         begin, end = self._begins[block : block + 2].tolist()
-        with fsspec.open(self._url, "rb") as file:
+        with opened(self._url) as file:
             file.seek(begin)
             data = file.read(end - begin)
         found = data.removesuffix(b"\n").split(b"\n")
@@ -131,7 +150,7 @@ def _scan(url: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]]]:
     """The number of lines, and where each `LINES`-th begins, with the end of the last one."""
     begins = [np.zeros(1, np.int64)]
     count, at, ends_at = 0, 0, 0
-    with fsspec.open(url, "rb") as file:
+    with opened(url) as file:
         while chunk := file.read(CHUNK):
             ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + 1 + at
             # The end of line number n, from 1, is where a block begins if n is a multiple.

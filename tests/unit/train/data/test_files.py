@@ -27,10 +27,13 @@ def write(path: Path, text: str) -> str:
 
 
 class TestPaths:
-    def test_a_pattern_is_the_files_that_match_by_name(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("name", ["data", "a::b"])
+    def test_a_pattern_is_the_files_that_match_by_name(self, tmp_path: Path, name: str) -> None:
+        folder = tmp_path / name
+        folder.mkdir()
         for name in ("b.txt", "a.txt", "c.csv"):
-            write(tmp_path / name, name)
-        found = Files(f"{tmp_path}/*.txt")
+            write(folder / name, name)
+        found = Files(f"{folder}/*.txt")
         assert [Path(found.path(index)).name for index in range(len(found))] == ["a.txt", "b.txt"]
         assert [[*found.items(index)] for index in range(2)] == [["a.txt"], ["b.txt"]]
 
@@ -45,7 +48,8 @@ class TestPaths:
             Files(f"{tmp_path}/a*.d")
 
     def test_one_path_is_one_file(self, tmp_path: Path) -> None:
-        path = write(tmp_path / "one.txt", "1\n2\n")
+        path = write(tmp_path / "the::one.txt", "1\n2\n")
+        assert [*Files.listed_in(write(tmp_path / "the::list", path)).items(0)] == ["1", "2"]
         assert [*Files(path).items(0)] == [*Files(Path(path)).items(0)] == ["1", "2"]
 
     def test_paths_may_be_urls(self) -> None:
