@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
+from operator import index
 
 import torch
 from torch import nn
@@ -117,6 +118,8 @@ class WeightsChannel:
             raise UsageError(
                 f"{self._context.role} receives channel {self.name!r}", "publish in its publisher"
             )
+        # Of numpy, or of torch, it could not be sent.
+        version = index(version)
         self._publisher.publish(tensors_of(weights), version)
         self._has(version)
 

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from operator import index
 from typing import Any
 
 from unirun.errors import FrameError, PeerLost, QueueEnded, QueueTimeout, UsageError
@@ -378,7 +379,7 @@ class Queue:
         `version` is that of the weights that it was made with. Raises `QueueTimeout` after `timeout` seconds, by
         default those of calls; `EncodingError` for what cannot be pickled.
         """
-        self._may_put(version)
+        version = self._may_put(version)
         with self._waiting("full_s"), page().idle():
             self._items.put(value, version, self.maxsize, self._deadline(timeout))
 
@@ -386,17 +387,19 @@ class Queue:
         self, value: object, *, version: int | None = None, timeout: float | None = None
     ) -> None:
         """As `put`, in an event loop."""
-        self._may_put(version)
+        version = self._may_put(version)
         with self._waiting("full_s"), page().awaiting(asyncio.get_running_loop()):
             await self._items.put_async(value, version, self.maxsize, self._deadline(timeout))
 
-    def _may_put(self, version: int | None) -> None:
+    def _may_put(self, version: int | None) -> int | None:
+        """The version of an item as it is sent, which may be one of numpy's numbers. Raises `UsageError`."""
         self._must_be(self.producer, "put")
         if self._bound is not None and version is None:
             raise UsageError(
                 f"queue {self.name!r} bounds the age of its items, and this one has no version",
                 "put(..., version=...)",
             )
+        return None if version is None else index(version)
 
     def admit(self, *, timeout: float | None = None) -> Admission:
         """Wait until the next item may be made, so that it will not be too old when it is trained on. Call it once for
@@ -501,7 +504,7 @@ class Queue:
         """Weights of `version` are trained now. Every rank of the consumer calls it after each batch, and after a
         restart before its first `get`."""
         self._must_be(self.consumer, "advance")
-        self._consumer.version = version
+        self._consumer.version = version = index(version)
         if self._bound is not None and self._context.rank == 0:
             self._hub.gate(self.name).advance(version)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -62,6 +63,13 @@ def test_a_version_is_borrowed_of_one_publisher_when_all_have_it(channel: Channe
     del found
     gc.collect()
     assert not os.path.exists(path), "its descriptor is closed"
+
+
+def test_a_version_may_be_a_number_of_numpy(channel: Channel) -> None:
+    for rank, publisher in channel.publishers.items():
+        publisher.publish(cut(content(0, 2), rank, 0), numpy.int64(2))  # type: ignore[arg-type]
+    reader = channel.readers[0]
+    assert reader.channel.receive(reader.tensors, timeout=1.0) == 2
 
 
 def test_a_version_is_as_old_as_the_publisher_says_that_is_ahead(channel: Channel) -> None:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 from msgspec.json import encode
 
@@ -262,6 +263,12 @@ def test_items_that_are_here_are_given_out_though_all_producers_have_ended(
     assert [item.value for item in found] == [0, 1]
     with pytest.raises(QueueEnded):
         actor.queue.get_some(3, timeout=0.1)
+
+
+def test_an_item_may_have_a_version_of_numpy(rollout: End, actor: End) -> None:
+    rollout.queue.put("a value", version=numpy.int64(0))  # type: ignore[arg-type]
+    actor.queue.advance(numpy.int64(1))  # type: ignore[arg-type]
+    assert actor.queue.get(timeout=1.0).version == 0
 
 
 def test_a_producer_that_waits_until_its_items_are_used_is_idle(rollout: End) -> None:
