@@ -413,7 +413,8 @@ class _Version:
 
 
 class _Sending:
-    """The process group with one reader, of the `link` that it has asked for last. One thread sends at a time."""
+    """The process group with one worker, of the reader and the `link` that have asked for it last. One thread sends at
+    a time."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -669,15 +670,16 @@ class Publisher:
         """Send `views` through the process group with this reader. It learns of a fault by itself."""
         assert self._pairing is not None
         deadline = self._now() + request.patience
+        worker, link = request.reader.partition(" ")[0], f"{request.reader} {request.link}"
         with self._lock:
-            sending = self._sending.setdefault(request.reader, _Sending())
-        if sending.link != request.link:
-            # The reader has given up what was sent before, or has never asked.
+            sending = self._sending.setdefault(worker, _Sending())
+        if sending.link != link:
+            # The reader has given up what was sent before, or has never asked, or was started again.
             sending.close()
         with sending.lock:
             try:
                 if sending.pair is None:
-                    sending.link = request.link
+                    sending.link = link
                     sending.pair = self._pairing(request.reader, request.link, request.patience)
                 if views:
                     sending.pair.send(views, deadline, checked=request.checked)

@@ -141,18 +141,24 @@ def no_thread_starts(_: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_a_process_group_is_sent_to_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[torch.Tensor] = []
+class Group:
+    """The publisher's end of a process group."""
 
-    class Group:
-        def send(self, tensors: list[torch.Tensor], deadline: float, *, checked: bool) -> None:
-            sent.extend(each.clone() for each in tensors)
+    def __init__(self) -> None:
+        self.sent, self.open = list[list[float]](), True
 
-        def close(self) -> None:
-            pass
+    def send(self, tensors: list[torch.Tensor], deadline: float, *, checked: bool) -> None:
+        self.sent += [each.tolist() for each in tensors]
 
-    made: Any = Group()
-    publisher, answers = Publisher("policy", pairing=lambda *_: made), list[Parcel]()
+    def close(self) -> None:
+        self.open = False
+
+
+def test_there_is_one_process_group_for_a_worker_also_where_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups: list[Any] = []
+    publisher, answers = Publisher("policy", pairing=lambda *_: groups[-1]), list[Parcel]()
     publisher.publish({"w": torch.ones(2)}, 1)
     publisher.handle(Describe("policy", 1.0), answers.append)
     described = answer_of(answers[0].head)
@@ -160,12 +166,17 @@ def test_a_process_group_is_sent_to_where_no_thread_can_be_started(monkeypatch: 
     whole = NamedBox("w", Box((0,), (2,)))
     with monkeypatch.context() as limited:
         limited.setattr(threading.Thread, "start", no_thread_starts)
-        publisher.handle(
-            Fetch("policy", "rollout:0 0", described.number, 1, 1.0, parts=(whole,), link="gloo 1"),
-            answers.append,
-        )
-    assert [each.tolist() for each in sent] == [[1.0, 1.0]]
+        # The second one is the worker that was started again.
+        for reader in ("rollout:0 0", "rollout:0 1"):
+            groups.append(Group())
+            publisher.handle(
+                Fetch("policy", reader, described.number, 1, 1.0, parts=(whole,), link="gloo 1"),
+                answers.append,
+            )
+    assert [each.sent for each in groups] == [[[1.0, 1.0]]] * 2
+    assert [each.open for each in groups] == [False, True]
     publisher.close()
+    assert not groups[1].open
 
 
 def test_large_tensors_are_copied_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
