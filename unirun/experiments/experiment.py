@@ -259,6 +259,8 @@ def with_settings(name: str, overrides: Sequence[str]) -> Experiment:
 
 
 def _dotted(override: str) -> DictConfig:
+    if "=" not in override:
+        raise OmegaConfBaseException("a setting is written as key=value")
     try:
         return OmegaConf.from_dotlist([override])
     except IndexError as error:

@@ -161,7 +161,6 @@ class TestSettings:
             ("steps=many", "Value 'many' of type 'str' could not be converted to Integer"),
             ("steps=1.5", "Value '1.5' of type 'float' could not be converted to Integer"),
             ("steps=null", "Incompatible value 'None'"),
-            ("steps", "Incompatible value 'None'"),
             ("fast=3.5", "could not be converted to Boolean|is not a valid bool"),
             ("sizes=[a]", "Value 'a' of type 'str' could not be converted to Integer"),
             ("sizes=3", "is not a"),
@@ -194,6 +193,12 @@ class TestSettings:
     def test_the_setting_with_the_error_is_named_among_others(self, override: str, told: str) -> None:
         with pytest.raises(UsageError, match=f"^{re.escape(told)}"):
             changed("limit=3", override)
+
+    @pytest.mark.parametrize("name", ["limit", "steps", "no_such"])
+    def test_a_setting_without_a_value_is_told_and_is_not_none(self, name: str) -> None:
+        """``limit 3``, for example."""
+        with pytest.raises(UsageError, match=f"^{name}: a setting is written as key=value"):
+            changed(name)
 
     def test_an_interpolation_that_another_setting_follows_is_named_too(self) -> None:
         with pytest.raises(UsageError, match="^optimizer.name: Interpolation key 'nothing' not found"):
