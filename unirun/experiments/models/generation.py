@@ -288,20 +288,22 @@ class Slots:
         if logits is not None and self._place.tensor == 0:
             hows = [row.how if row is not None else GenerationConfig(greedy=True) for row in rows]
             chances = [row.chances[len(row.tokens)] if row is not None else 0.0 for row in rows]
-            tokens, logprobs = draw(logits[:, -1].float(), hows, chances, _blocked(rows))
+            tokens, logprobs = draw(logits[:, -1].float(), hows, chances, _blocked(rows, logits.shape[-1]))
         tokens, logprobs = _shared(self._place, tokens, logprobs)
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             if row is not None:
                 row.add(token, logprob, self.version, self._decode if row.stop_strings else None)
 
 
-def _blocked(rows: Sequence[Continuation | None]) -> list[tuple[int, int]]:
-    """The stop tokens of rows that are still too short, with the numbers of their rows."""
+def _blocked(rows: Sequence[Continuation | None], size: int) -> list[tuple[int, int]]:
+    """The stop tokens of rows that are still too short, with the numbers of their rows, without those that are not in a
+    vocabulary of this `size`."""
     return [
         (number, token)
         for number, row in enumerate(rows)
         if row is not None and len(row.tokens) < row.how.min_new_tokens
         for token in sorted(row.stop)
+        if 0 <= token < size
     ]
 
 

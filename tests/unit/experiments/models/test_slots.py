@@ -309,3 +309,11 @@ def test_a_sequence_that_does_not_go_on_soon_is_forgotten(stage: Any) -> None:
     if slots._cache.shifts or any(rested):
         assert rested.count(True) in (RESTING_STEPS, RESTING_STEPS + 1, RESTING_STEPS + 2)
         assert not any(rested[RESTING_STEPS + 2 : -1])
+
+
+def test_a_stop_token_that_the_network_does_not_have_stops_nothing(stage: Any) -> None:
+    """The tokenizer of a larger network, for example."""
+    how = GenerationConfig(max_new_tokens=3, min_new_tokens=2, greedy=True)
+    found = [Continuation(torch.tensor([5]), how, seed=1, stop=stop) for stop in ((), (-1, 10**6))]
+    run(Slots(place(), stage, 2), found)
+    assert found[0].tokens == found[1].tokens
