@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save
 from torch.distributed.device_mesh import DeviceMesh
 
 from unirun.atomic import writing
-from unirun.errors import CheckpointDamaged
+from unirun.errors import CheckpointDamaged, UsageError
 from unirun.experiments.graph import MicroBatchSpec, ModelName, ProcessTopology
 from unirun.experiments.sample import SequenceSample
 from unirun.values import Value
@@ -86,7 +86,7 @@ class FinetuneSpec(Value):
 class GenerationConfig(Value):
     """The settings of generation: `n` for each prompt, of `max_new_tokens` at most, ending with a stop token.
     Without `greedy`, tokens are drawn with `temperature` from the `top_p` mass and the `top_k` likeliest ones
-    (0: from all)."""
+    (0: from all). Raises `UsageError` for others."""
 
     n: int = 1
     max_new_tokens: int = 64
@@ -95,6 +95,13 @@ class GenerationConfig(Value):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or self.temperature < 0.0 or not 0.0 < self.top_p <= 1.0 or self.top_k < 0:
+            raise UsageError(
+                f"n={self.n}, temperature={self.temperature}, top_p={self.top_p}, top_k={self.top_k}",
+                "n is 1 or more, temperature 0 or more, top_p above 0 and at most 1, top_k 0 (from all) or more",
+            )
 
 
 class Generated(Value, gc=True):

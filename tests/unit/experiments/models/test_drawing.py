@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unirun.errors import UsageError
 from unirun.experiments.models.api import GenerationConfig
 from unirun.experiments.models.generation import draw
 
@@ -120,6 +121,15 @@ class TestTheLikeliest:
         whole = (logits if how.greedy else logits / how.temperature).log_softmax(-1)
         # What cannot be drawn leaves its mass to the others.
         assert (logprobs >= whole.gather(1, tokens[:, None])[:, 0] - 1e-5).all()
+
+
+@pytest.mark.parametrize(
+    "how", [{"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"temperature": -1.0}, {"n": 0}]
+)
+def test_settings_from_which_nothing_can_be_drawn_are_refused(how: dict[str, Any]) -> None:
+    """Those of other programs may mean something else: a `top_k` of -1 is 0 here."""
+    with pytest.raises(UsageError, match=r"top_p above 0 and at most 1, top_k 0 \(from all\) or more"):
+        GenerationConfig(**how)
 
 
 class TestBlocking:
