@@ -326,8 +326,8 @@ def _server_role(config: ExperimentConfig, group: TasksGroup) -> dict[str, Any]:
     for manager in config.gserver_manager:
         loading["update_timeout"] = manager.flush_request_timeout
     for name, value in more.items():
-        # An option without a value; one that is False is left out.
-        if value is not False:
+        # An option without a value; one that is False or None is left out.
+        if value is not False and value is not None:
             args += [f"--{name.replace('_', '-')}", *(() if value is True else (str(value),))]
     role = {"kind": server.backend_type, "model": server.model_path, "count": group.count, "args": args}
     device = {"device": "cuda"} if needs.gpu else {"device": "cpu"}

@@ -592,8 +592,8 @@ class TestSlurm:
         assert [*roles] == [*groups]
         assert roles["generation_server"]["slots"] == 2
 
-    def test_options_of_a_server_that_are_false_are_left_out(self, config: ExperimentConfig) -> None:
-        args = {"enforce_eager": True, "async_scheduling": False, "max_model_len": 512}
+    def test_options_of_a_server_that_are_false_or_none_are_left_out(self, config: ExperimentConfig) -> None:
+        args = {"enforce_eager": True, "async_scheduling": False, "max_model_len": 512, "quantization": None}
         config.generation_server = [GenerationServer(7, "vllm", args, "m", 1)]
         found = job_mapping(trial(), config, two())["roles"]["generation_server"]["args"]
         assert found[-3:] == ["--enforce-eager", "--max-model-len", "512"]
