@@ -78,7 +78,7 @@ def opened(draft: JobDraft, name: str) -> None:
     if role.phase is RolePhase.RESTARTING:
         # The role may have shrunk; the surplus workers have ended by now.
         places = draft.state.placement.of_role(name)
-        surplus = [worker.incarnation for worker in role.workers[len(places) :]]
+        surplus = [w.incarnation for w in role.workers[len(places) :] if w.phase is not WorkerPhase.WAITING]
         role = replace(
             role,
             phase=RolePhase.STARTING,

@@ -414,6 +414,9 @@ class TestGrowth:
             job.exits("actor", rank, by=TERM, asked=TERM)
         assert ranks(job) == {"n0": [0, 1], "n1": [2, 3]}
         assert job.all_run("actor").phases() == {"actor": "running"}
+        come(job, "n3").on(Due.GROWTH).obey()
+        started = {m.rank: m.incarnation for order in job.orders(StartRole) for m in order.members}
+        assert started == {0: 2, 1: 2, 2: 2, 3: 2, 4: 0, 5: 0}, "the new ranks have never run"
 
     def test_workloads_keep_their_number_because_callers_rely_on_it(self) -> None:
         job = Job({"actor": 8}, kinds={"actor": "workload"}, inventory=nodes(2), least={"actor": 2}).running()
