@@ -17,9 +17,11 @@ from tests.sim.scenario import HOST_ACCIDENTS
 from tests.sim.store import StoreClient
 from unirun.collocation import Device
 from unirun.collocation import Node as InventoryNode
-from unirun.failover.draft import Arrived, Event, OwnerLost
+from unirun.failover.draft import Arrived, Event, OwnerLost, Straggles
 from unirun.launcher import events
-from unirun.wire.messages import Drain, Offer, Stop
+from unirun.values import WorkerId
+from unirun.wire.messages import Drain, Grow, Offer, Stop
+from unirun.wire.reports import Boundary, Sick
 
 REASONS = frozenset(
     [
@@ -87,6 +89,17 @@ class Accidents(Invariants):
             self.tell(Arrived(Offer(name, "host", -1, there, {})))
         elif what == "node_drained":
             self.tell(Drain(node.name))
+        elif what in ("rank_straggles", "boundary"):
+            self._disturb_rank(what)
+        elif what == "growth_asked":
+            elastic = [role.name for role in self.scenario.spec.roles if role.elastic]
+            self.tell(Grow(self.rng.choice(elastic or [*self.state.roles])))
+        elif what == "node_sickens":
+            full, faulty = (
+                Sick(node.name, "disk", "its disk is full"),
+                Sick(node.name, "device", "it is lost"),
+            )
+            node.says(self.rng.choice((full, faulty)))
         elif what == "agent_killed":
             node.die("killed")
         elif what == "agent_signalled":
@@ -109,6 +122,20 @@ class Accidents(Invariants):
                 node.apply(events.Hung(self.rng.choice(running), "hangs: no progress for 9.0 s"))
         elif node.spawners:
             self.rng.choice([*node.spawners.values()]).die()
+
+    def _disturb_rank(self, what: str) -> None:
+        """A rank makes the others wait, or its role is at a boundary, where it may grow; or a trainer says so of another
+        role. It is one that listens, as the master knows of these."""
+        nodes = [node for node in self.nodes.values() if node.alive]
+        ranks = [(node, number, process) for node in nodes for _, number, process in node.linked()]
+        if not ranks:
+            return
+        node, number, process = self.rng.choice(ranks)
+        if what == "boundary":
+            node.apply(events.LinkMessage(number, Boundary(self.rng.choice(("", *self.state.roles)))))
+        else:
+            who = WorkerId(*process.who)
+            self.tell(Straggles(who, f"{who} is a straggler"))
 
     def _trouble_host(self, what: str, node: NodeModel, alive: list[MasterModel]) -> None:
         victims = [self.nodes[name] for name in self.state.placement.nodes if not self.state.given_up(name)]

@@ -26,6 +26,7 @@ from unirun.failover.draft import (
     Due,
     Event,
     Finish,
+    Straggles,
     ToAgents,
     leader,
 )
@@ -43,17 +44,30 @@ from unirun.failover.state import (
 from unirun.launcher import events
 from unirun.launcher.core import WORKER_EXIT_TIMEOUT
 from unirun.launcher.events import AgentState
-from unirun.wire.messages import Drain, StartRole, StopWorkers, View
-from unirun.wire.reports import Join, Message, StoreEnded, StoreOpened, WorkerExited
+from unirun.wire.messages import Drain, Grow, StartRole, StopWorkers, View
+from unirun.wire.reports import Boundary, FromWorker, Join, Message, StoreEnded, StoreOpened, WorkerExited
 
 LOSS_EVENTS = (Due.LOSSES, Due.JOIN, Due.REJOIN)
-"""The events by which nodes are given up."""
+"""The events by which any nodes are given up."""
+
+
+def loses(event: Event) -> bool:
+    """Return True for the events by which nodes are given up."""
+    return event in LOSS_EVENTS or isinstance(event, Absent)
 
 
 def moves(event: Event) -> bool:
     """Return True for the events by which ranks move though nothing has failed."""
-    return isinstance(event, Drain) or event is Due.GROWTH
+    return isinstance(event, Drain | Straggles) or grows(event)
 
+
+def grows(event: Event) -> bool:
+    """Return True for the events by which roles grow."""
+    boundary = isinstance(event, FromWorker) and isinstance(event.message, Boundary)
+    return boundary or isinstance(event, Grow) or event is Due.GROWTH
+
+
+BETWEEN = (RolePhase.RESTARTING, RolePhase.REFORMING)
 
 DEAD = (RolePhase.FAILED, RolePhase.STOPPED)
 
@@ -111,8 +125,8 @@ class Invariants:
                 old.phase is RolePhase.SUCCEEDED and after.restarts > before.restarts
             ):
                 assert role == old, f"role {name} was {old.phase} and has changed"
-            if not isinstance(event, Join):
-                # A node that comes back may tell of several things at once.
+            if not isinstance(event, Join) and event is not Due.REJOIN:
+                # A node that comes back may tell of several things at once, and so may the loss of the last one.
                 assert role.restarts in (old.restarts, old.restarts + 1)
                 assert role.generation in (old.generation, old.generation + 1)
                 assert role.opened in (old.opened, role.generation)
@@ -126,13 +140,11 @@ class Invariants:
             if len(role.workers) > len(old.workers):
                 # A companion has a rank on each node that its engines have moved to.
                 beside = after.role_spec(name).beside is not None and (
-                    event in LOSS_EVENTS or isinstance(event, Drain)
+                    loses(event) or isinstance(event, Drain)
                 )
-                assert beside or event is Due.GROWTH, f"{event} makes {name} larger"
+                assert beside or grows(event), f"{event} makes {name} larger"
             elif len(role.workers) != len(old.workers) and old.phase is not RolePhase.WAITING:
-                assert event in LOSS_EVENTS or isinstance(event, StoreOpened | Drain), (
-                    f"{event} makes {name} smaller"
-                )
+                assert loses(event) or isinstance(event, StoreOpened | Drain), f"{event} makes {name} smaller"
                 assert len(after.placement.of_role(name)) == len(role.workers) < len(old.workers)
             if not self._survives(role):
                 # A rank of which an order was lost on the way has started less often.
@@ -140,15 +152,19 @@ class Invariants:
                 # It costs nothing when another process has the port of a program.
                 paid = role.restarts + after.restarts + self.orderly[name]
                 assert role.is_program or role.generation <= paid
+            surplus = (w for w in old.workers[len(role.workers) :] if w.phase is not WorkerPhase.WAITING)
+            dropped = max((w.incarnation for w in surplus), default=-1)
             for worker, earlier in zip(role.workers, old.workers, strict=False):
                 if isinstance(event, Join):
                     continue
-                again = old.dropped if earlier.phase is WorkerPhase.WAITING else earlier.incarnation
+                again = (
+                    max(old.dropped, dropped) if earlier.phase is WorkerPhase.WAITING else earlier.incarnation
+                )
                 assert worker.incarnation in (earlier.incarnation, again + 1)
                 if worker.incarnation != earlier.incarnation and role.is_program:
                     # When it is due, after whatever event.
                     ended = isinstance(event, WorkerExited) and event.worker[:2] == (name, worker.rank)
-                    fell = event in LOSS_EVENTS and after.given_up(earlier.node)
+                    fell = loses(event) and after.given_up(earlier.node)
                     assert ended or fell or not earlier.live, f"{name}:{worker.rank} starts while it lives"
                 elif worker.incarnation != earlier.incarnation:
                     joins = isinstance(event, WorkerExited) and event.worker[:2] == (
@@ -161,7 +177,7 @@ class Invariants:
                     assert joins or not earlier.live, f"{name}:{worker.rank} is started while it lives"
                     assert worker.generation > earlier.generation
             if role.generation != old.generation and not isinstance(event, Join):
-                allowed = event in LOSS_EVENTS or isinstance(event, WorkerExited | StoreEnded) or moves(event)
+                allowed = loses(event) or isinstance(event, WorkerExited | StoreEnded) or moves(event)
                 assert allowed, f"{event} starts one of {name}"
                 if isinstance(event, WorkerExited | StoreEnded) and after.restarts == before.restarts:
                     assert role_of(event) == name, f"{event} starts a new generation of {name}"
@@ -171,6 +187,22 @@ class Invariants:
     def _survives(self, role: RoleState) -> bool:
         """Return True if ranks of a role may form the next group when one is lost."""
         return role.restart == "process" or role.name in self.scenario.resilient
+
+    def _check_budgets(self, before: JobState, event: Event) -> None:
+        """A failure spends one restart: of a rank, of its role or of the job. A lost node spends one of each role."""
+        spent = self.state.restarts - before.restarts
+        for name, role in self.state.roles.items():
+            if role is before.roles[name]:
+                continue
+            spent += role.restarts - before.roles[name].restarts
+            for earlier, worker in role.workers.since(before.roles[name].workers):
+                if earlier is not None and worker.paid != earlier.paid:
+                    once = (*earlier.paid, worker.paid[-1])[-len(worker.paid) :]
+                    assert worker.paid == once, f"{event} spends restarts of {name}:{worker.rank}"
+        if isinstance(event, WorkerExited | StoreEnded):
+            assert spent <= 1, f"{event} spends {spent} restarts"
+        elif not loses(event) and not isinstance(event, Join):
+            assert spent == 0, f"{event} spends {spent} restarts"
 
     def _check_places(self, before: JobState, event: Event) -> None:
         """Nobody is where nobody can be; and a lost node changes nothing for roles that had nothing there."""
@@ -221,7 +253,7 @@ class Invariants:
             ended = before.roles[event.worker.role]
             own = not ended.living or event.cause == "leaving" or event.worker.role in state.spec.primary
             assert own or not state.role_spec(ended.name).optional, f"{event} ends the job"
-        elif event in LOSS_EVENTS:
+        elif loses(event):
             gone = {*before.losses, *before.away}
             if event is Due.JOIN:
                 gone = {*before.nodes} - ({*before.agents} - before.away)
@@ -287,22 +319,30 @@ class Invariants:
             services = sum(role.service for role in self.scenario.spec.roles)
             self.clock.after(soon * (1 + services), lambda: self._must_be_over(now))
         for name, role in self.state.roles.items():
-            between = (RolePhase.RESTARTING, RolePhase.REFORMING)
-            old = before.roles[name]
-            if role.phase in between and _stage(role) != _stage(old):
-                self.clock.after(soon, partial(self._must_have_restarted, role, now))
+            # A program may be not ready for as long as it has time for that.
+            between = role.phase in BETWEEN or (role.phase is RolePhase.STARTING and not role.is_program)
+            if between and _stage(role) != _stage(before.roles[name]):
+                self.clock.after(soon, partial(self._must_have_gone_on, role, now))
 
     def _must_be_over(self, since: float) -> None:
         assert self.state.phase in JOB_ENDS or self._troubled_since(since), "the job does not end"
 
-    def _must_have_restarted(self, old: RoleState, since: float) -> None:
-        role = self.state.roles[old.name]
-        may_wait = self._troubled_since(since) or self._has_to_wait(role)
-        if not may_wait and self.state.phase is JobPhase.RUNNING:
-            assert _stage(role) != _stage(old), f"{role.name} does not restart"
+    def _must_have_gone_on(self, old: RoleState, since: float, *, waited: bool = True) -> None:
+        """Check that a role comes to rest, and look again as long as it `waited` for something at the last look."""
+        role, now = self.state.roles[old.name], self.clock.now
+        if _stage(role) != _stage(old) or self.state.phase is not JobPhase.RUNNING or self._hopeless:
+            return
+        waits = self._troubled_since(since) or self._has_to_wait(role)
+        assert waits or waited, f"{role.name} is {role.phase} in generation {role.generation} for too long"
+        self.clock.after(EXCHANGE_SECONDS, partial(self._must_have_gone_on, old, now, waited=waits))
 
     def _has_to_wait(self, role: RoleState) -> bool:
-        """Return True if a role is not due yet, or starts after another one that is not up or has not ended."""
+        """Return True if a role is not due yet, waits for what still ends after its failure, or starts after another
+        one that is not up or has not ended."""
+        if any(
+            each.alive and each.failed is not None and each.who[0] == role.name for each in self.processes
+        ):
+            return True
         others = [self.state.roles[name] for name in self.state.role_spec(role.name).after]
         turn = all(other.running == len(other.workers) for other in others)
         turn &= not any(r.living for r in self.state.roles.values() if r.phase is RolePhase.RESTARTING)
@@ -326,8 +366,7 @@ class Invariants:
             elif not self._hopeless and self.state.phase is JobPhase.RUNNING and role.live:
                 broken = [w.rank for w in role.workers if w.exit and not w.exit.ok]
                 assert not broken, f"{role.name} runs on without its ranks {broken}"
-                leader = self.scenario.placement.of_role(role.name)[0].node
-                if all(worker.node != leader for worker in role.live):
+                if all(worker.node != leader(self.state, role.name) for worker in role.live):
                     continue
                 if self._survives(role) and any(worker.ended_well for worker in role.workers):
                     continue
@@ -362,7 +401,7 @@ class Invariants:
         if isinstance(message, StopWorkers) and self.state.phase is JobPhase.RUNNING:
             if self.state.restarts > before.restarts:
                 return
-            assert event in LOSS_EVENTS or isinstance(event, WorkerExited | Join) or moves(event)
+            assert loses(event) or isinstance(event, WorkerExited | Join) or moves(event)
             assert not isinstance(event, WorkerExited) or event.worker.role == message.role
             role = self.state.roles[message.role]
             state_spec = self.state.role_spec(message.role)
@@ -371,18 +410,16 @@ class Invariants:
             # A rank with a budget of its own that is spent.
             alone &= state_spec.rank_restarts is None or role.phase is not RolePhase.RESTARTING
             grouped = state_spec.group is not None
-            assert not alone or grouped or event in LOSS_EVENTS or isinstance(event, Join | Drain), (
-                "it is stopped for its peer"
-            )
+            orderly = isinstance(event, Join) or moves(event)
+            assert not alone or grouped or loses(event) or orderly, "it is stopped for its peer"
         if isinstance(message, StartRole):
             # A node that comes back may tell, too, that the job is over.
             assert self.state.phase is JobPhase.RUNNING or isinstance(event, Join)
             assert self._can_meet(message.role, message.generation), "nobody could meet"
+            self.views.started(message)
             workers = before.roles[message.role].workers
             ended = event.worker.rank if isinstance(event, WorkerExited) else None
-            again = isinstance(event, Join) or (
-                event in LOSS_EVENTS and before.roles[message.role].is_program
-            )
+            again = isinstance(event, Join) or (loses(event) and before.roles[message.role].is_program)
             assert again or not any(workers[m.rank].live for m in message.members if m.rank != ended)
         if isinstance(message, View):
             assert all(self._can_meet(role.name, role.generation) for role in message.roles)

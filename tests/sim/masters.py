@@ -33,7 +33,7 @@ from unirun.failover.step import step
 from unirun.failover.takeover import REJOIN_TIMEOUT, resume
 from unirun.launcher.master.lead import TERM_TTL
 from unirun.launcher.master.writer import END_WRITE_TIMEOUT, STOP_WRITE_TIMEOUT
-from unirun.rendezvous.election import Term, campaign, job_prefix
+from unirun.rendezvous.election import Term, campaign, job_prefix, latest_epoch
 from unirun.wire.address import UnixAddress
 from unirun.wire.messages import Heartbeat, Shutdown, View
 from unirun.wire.reports import Join, Message
@@ -305,7 +305,9 @@ class MasterModel:
             self.simulation.clock.after(0.4, lambda: self.awake(lambda: self._write(target)))
             return
         self.simulation.trace(f"master {self.number} has written")
-        if self.ledger.kept != target:
+        # A text that has not changed is not written, and not fenced.
+        latest = latest_epoch(self.simulation.store, job_prefix(RUN))
+        if self.ledger.kept != target and self.term is not None and self.term.epoch == latest:
             self._check_kept(target)
         self._crash("after a write", 0.02)
         if not self.alive:

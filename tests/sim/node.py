@@ -382,7 +382,7 @@ class NodeModel:
             case events.Leave():
                 self.die("it left")
             case events.ToLinks(View() as view):
-                for spawner, number, process in self._welcome():
+                for spawner, number, process in self.linked():
                     if (
                         self.simulation.scenario.disorder
                         and self.simulation.rng.random() < self.simulation.scenario.disorder
@@ -392,7 +392,7 @@ class NodeModel:
             case events.ToLink(only, LocalEngines(engines)):
                 self._bring(only, engines)
             case events.ToLink(only, View() as view):
-                for spawner, number, process in self._welcome():
+                for spawner, number, process in self.linked():
                     if number == only:
                         spawner.told(number, process, view)
 
@@ -412,7 +412,7 @@ class NodeModel:
         if any(process.alive for s in self.spawners.values() if (process := s.processes.get(companion))):
             self.apply(events.LinkMessage(companion, said))
 
-    def _welcome(self) -> list[tuple[SpawnerModel, int, Process]]:
+    def linked(self) -> list[tuple[SpawnerModel, int, Process]]:
         """The workers with a link."""
         return [
             (spawner, number, process)
@@ -428,9 +428,14 @@ class NodeModel:
             own = (
                 worker.sent is not None
                 or worker.error is not None
-                or worker.cause in ("unready", "silent", "torn", "hung")
+                or worker.cause in ("unready", "silent", "torn", "hung", "stuck")
             )
             assert own, f"{worker.who} is killed for a peer"
+
+    def says(self, message: Message) -> None:
+        """The agent tells its master something that its core does not decide."""
+        if self.alive and self.to_master is not None:
+            self.to_master.send(message)
 
     def die(self, reason: str) -> None:
         """The agent ends; its workers end with it, and the master sees the end of the stream."""

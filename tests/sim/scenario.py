@@ -72,6 +72,10 @@ class Scenario:
     """The roles of scripts whose ranks enter a function that survives the loss of other ranks."""
     trouble: float = 1.0
     """The factor on the small chances of trouble that each process has: a fork that fails, a wait that is not woken."""
+    stuck: float = 0.03
+    """Chance that a worker does not come out of a generation that is over."""
+    stores_end: float = 0.02
+    """Chance that a rendezvous store ends of itself."""
     planted: str = ""
     """The place of a planted bug: a class of events, what a master begins with, or its writes."""
 
@@ -153,6 +157,19 @@ HOST_ACCIDENTS = (
     "host_of_master_stopped",
 )
 """The accidents of nodes that are hosts."""
+
+
+RESTLESS_ACCIDENTS = (
+    "rank_straggles",
+    "rank_straggles",
+    "rank_straggles",
+    "node_sickens",
+    "growth_asked",
+    "boundary",
+    "node_comes",
+    "node_drained",
+)
+"""The accidents by which ranks go elsewhere, or get more peers, though nothing has failed."""
 
 
 def make_scenario(seed: int) -> Scenario:
@@ -254,7 +271,50 @@ def make_scenario(seed: int) -> Scenario:
     resilient = random.Random(f"resilient {seed}")
     if resilient.random() < 0.3:
         _make_resilient(scenario, resilient)
+    restless = random.Random(f"restless {seed}")
+    if restless.random() < 0.15:
+        _make_restless(scenario, restless)
     return scenario
+
+
+def _make_restless(scenario: Scenario, rng: random.Random) -> None:
+    """Nothing stays as it is: ranks straggle, or are stuck, nodes are sick, stores end, and roles may grow. Ranks run for
+    long enough for that, and most often there is room for it."""
+    scenario.stuck, scenario.stores_end = rng.choice((0.03, 0.5)), rng.choice((0.02, 0.3))
+    for name, behaviour in scenario.behaviours.items():
+        if not scenario.spec.role(name).service:
+            scenario.behaviours[name] = dataclasses.replace(behaviour, lifetime=rng.choice((1.0, 5.0, 20.0)))
+    scenario.spec = replace(
+        scenario.spec,
+        roles=tuple(
+            role if role.service else replace(role, max_restarts=rng.choice((role.max_restarts, 9)))
+            for role in scenario.spec.roles
+        ),
+    )
+    if not scenario.hosts and rng.random() < 0.7:
+        _give_room(scenario, rng)
+    if scenario.inventory.nodes:
+        roles = (_growing(role) if rng.random() < 0.5 else role for role in scenario.spec.roles)
+        scenario.spec = replace(scenario.spec, roles=tuple(roles))
+    for _ in range(rng.randint(2, 6)):
+        scenario.accidents.append((rng.uniform(0.5, 8.0), rng.choice(RESTLESS_ACCIDENTS)))
+
+
+def _give_room(scenario: Scenario, rng: random.Random) -> None:
+    """The job is on nodes that have more slots than it needs."""
+    wanted = sum(role.count for role in scenario.spec.roles if role.slots)
+    count = rng.choice((2, 3, 4))
+    devices = tuple(Device(str(number), "") for number in range(-(-wanted // count) + rng.randint(1, 2)))
+    inventory = Inventory(tuple(Node(f"n{number}", (0, 1), devices) for number in range(count)))
+    with contextlib.suppress(PlacementError):
+        _place_on(scenario, replace(scenario.spec, spares=0), inventory)
+
+
+def _growing(role: RoleSpec) -> RoleSpec:
+    """The role with more ranks where there is room, if that can be."""
+    if role.entry.kind not in ("script", "workload") or role.ports:
+        return role
+    return replace(role, least=1, most=role.count + 2, elastic=role.entry.kind == "workload")
 
 
 def _make_resilient(scenario: Scenario, rng: random.Random) -> None:
@@ -387,16 +447,21 @@ def _give_slots(scenario: Scenario, rng: random.Random) -> None:
         devices = tuple(Device(str(number), "") for number in range(count))
         inventory = Inventory(tuple(replace(node, devices=devices) for node in scenario.inventory.nodes))
         with contextlib.suppress(PlacementError):
-            spec, found = place(spec, inventory)
+            _place_on(scenario, spec, inventory)
             break
     else:
         return
+    if rng.random() < 0.7:
+        scenario.accidents += ((rng.uniform(0.0, 8.0), "agent_killed") for _ in range(rng.choice((1, 1, 2))))
+
+
+def _place_on(scenario: Scenario, spec: JobSpec, inventory: Inventory) -> None:
+    """Place a job there. Raises `PlacementError`."""
+    spec, found = place(spec, inventory)
     # In the order of the roles, as job files have companions last.
     ordered = (each for role in spec.roles for each in found.of_role(role.name))
     scenario.spec, scenario.inventory = spec, inventory
     scenario.placement = replace(found, assignments=tuple(ordered))
-    if rng.random() < 0.7:
-        scenario.accidents += ((rng.uniform(0.0, 8.0), "agent_killed") for _ in range(rng.choice((1, 1, 2))))
 
 
 def _companion(scenario: Scenario, engine: RoleSpec, places: list[Assignment]) -> RoleSpec:

@@ -30,7 +30,7 @@ from unirun.failover import context, silence
 from unirun.failover.context import encode
 from unirun.failover.draft import Command, Event, Finish, JobDraft, ToAgent, ToAgents, ToGuest
 from unirun.failover.state import JOB_ENDS, JobState, new_job
-from unirun.wire.messages import Ready, Stop
+from unirun.wire.messages import Ready, Stop, View
 from unirun.wire.reports import Join, StoreOpened
 
 deciding = import_module("unirun.failover.step")
@@ -248,6 +248,7 @@ class Simulation(Accidents):
                 if isinstance(store, StoreOpened):
                     self.opened[store.role] = max(store.generation, self.opened.get(store.role, 0))
         self._check_master(before, event)
+        self._check_budgets(before, event)
         self._check_places(before, event)
         self._check_optional(before, event)
         self._check_reforming(before, event)
@@ -269,6 +270,8 @@ class Simulation(Accidents):
         if isinstance(command, ToGuest) and isinstance(command.message, Ready):
             node = self.nodes[command.node] = NodeModel(self, command.node)
             self.clock.after(self.rng.uniform(0.0, 1.0), node.join)
+        if isinstance(command, ToAgents) and isinstance(command.message, View) and master.term is not None:
+            self.views.sent(master.term.epoch, command.message.number, self.scenario.spec.transport)
         if isinstance(command, Finish):
             self.trace(f"the job ends with {command.verdict}")
             if self.finish is not None and not self.waived:

@@ -137,11 +137,12 @@ class SpawnerModel:
         for waiting in self.simulation.queues.pop(role, []):
             self.simulation.clock.after(rng.uniform(0.0, 0.02), waiting)
         self._tell(StoreOpened(role, request.generation))
-        if self.simulation.unlikely(0.02):
+        if self.simulation.unlikely(self.simulation.scenario.stores_end):
             self.simulation.clock.after(rng_delay(rng), lambda: self.store_dies(role, store))
 
     def store_dies(self, role: str, store: StoreModel) -> None:
         if self.alive and store.alive:
+            self.simulation.trace(f"accident: the store of {role}, generation {store.generation}, ends")
             store.alive = False
             self.simulation.disturb(role)
             self._tell_store_end(role, store, "its process was killed")
@@ -270,7 +271,8 @@ class SpawnerModel:
             if process.inside:
                 return
             recoverable = self.simulation.rng.random() < self.simulation.scenario.behaviours[role].recovers
-            self.node.apply(events.LinkMessage(number, Serving({"torch": f"{role}{rank}"}, recoverable)))
+            addresses: dict[str, str] = {self.simulation.scenario.spec.transport: f"{role}{rank}"}
+            self.node.apply(events.LinkMessage(number, Serving(addresses, recoverable)))
             self.node.apply(events.LinkMessage(number, Metrics({"loss": 0.5}, self.simulation.clock.now)))
 
     def told(self, number: int, process: Process, news: View) -> None:
@@ -295,7 +297,7 @@ class SpawnerModel:
         store = self.simulation.stores[seen.name]
         assert store.generation >= seen.generation, f"{process.who} would meet in an old store"
         clock, rng, waited = self.simulation.clock, self.simulation.rng, process.waits
-        if waited is not None and self.simulation.unlikely(0.03):
+        if waited is not None and self.simulation.unlikely(self.simulation.scenario.stuck):
             clock.after(STUCK_TIMEOUT, lambda: self._report(number, process, waited))
             return
         process.waits = None
@@ -306,6 +308,7 @@ class SpawnerModel:
 
     def _report(self, number: int, process: Process, waited: StoreModel) -> None:
         if process.works and process.waits is waited:
+            self.simulation.trace(f"accident: {process.who} is stuck in generation {waited.generation}")
             self.node.apply(events.LinkMessage(number, Stuck("it waits for ever", "Stack: in a wait")))
 
     def trips(self, number: int, process: Process) -> None:

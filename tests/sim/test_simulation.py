@@ -26,8 +26,9 @@ def histories() -> list[range]:
 
 @pytest.mark.parametrize("seeds", histories(), ids=lambda seeds: f"seeds {seeds.start} to {seeds.stop - 1}")
 def test_every_history_ends_well_or_for_a_reason(seeds: range) -> None:
-    """1. A seed makes a scenario (roles, nodes, budgets) and a history of accidents: processes that die or hang, streams that are
-       cut, a store that is away, clocks that jump, a bug in one branch of the master.
+    """1. A seed makes a scenario (roles, nodes, budgets) and a history of accidents: processes that die or hang, ranks that
+       straggle or are stuck, roles that grow, streams that are cut, a store that is away, clocks that jump, a bug in one
+       branch of the master.
     2. The cores of the master and of the agents run against each other, with a model of spawners and workers; after each
        event the invariants are checked.
     3. The job ends, and its end is in the store and told to everybody.
