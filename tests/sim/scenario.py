@@ -272,7 +272,7 @@ def make_scenario(seed: int) -> Scenario:
     if resilient.random() < 0.3:
         _make_resilient(scenario, resilient)
     restless = random.Random(f"restless {seed}")
-    if restless.random() < 0.15:
+    if restless.random() < 0.12:
         _make_restless(scenario, restless)
     return scenario
 
@@ -327,7 +327,7 @@ def _make_resilient(scenario: Scenario, rng: random.Random) -> None:
         for role in scenario.spec.roles
     )
     scenario.spec = replace(scenario.spec, roles=roles)
-    for name in scenario.resilient:
+    for name in sorted(scenario.resilient):
         behaviour = scenario.behaviours[name]
         scenario.behaviours[name] = dataclasses.replace(
             behaviour,
