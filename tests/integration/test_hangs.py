@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import variants
+
 from .harness import EXEC, Script, Unirun
 
 TRAINING = """
@@ -177,7 +179,7 @@ WAITING_SCRIPTS = """
 """
 
 
-@pytest.mark.parametrize("method", [(), EXEC])
+@pytest.mark.parametrize("method", variants((), EXEC))
 def test_without_a_time_out_the_console_says_who_waits_in_a_collective_and_for_whom(
     unirun: Unirun, script: Script, tmp_path: Path, method: tuple[str, ...]
 ) -> None:
