@@ -232,7 +232,7 @@ class _Job:
             self._change(role, rank, message.addresses)
 
     def ended(self, role: str, rank: int) -> None:
-        """A worker has ended before the job: nobody waits for its answers any more."""
+        """A worker has ended before the job: its answers are not waited for any more."""
         self._change(role, rank, {}, "ended")
 
     def _change(self, role: str, rank: int, addresses: Mapping[str, str], phase: str = "") -> None:

@@ -433,7 +433,7 @@ class WeightsChannel:
         return source
 
     def _answers(self, line: PeerConnection, deadline: float) -> bool:
-        """Return True if there is somebody at the other end of a new connection."""
+        """Return True if a process answers at the other end of a new connection."""
         left = max(deadline - time.monotonic(), 0.0)
         try:
             line.ask(Peek(self.name, None)).result(min(left, PEEK_TIMEOUT))
