@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.waiting import eventually
+from unirun.observe import trace
 from unirun.observe.events import LoggedEvent
 from unirun.observe.spans import SPANS, Spans, TraceSpan, read_spans
 from unirun.observe.trace import MASTER, MetricRow, Offset, offsets, trace_events
@@ -83,7 +84,118 @@ def test_all_of_it_is_json_with_what_the_format_wants() -> None:
         assert row["ph"] != "X" or row["dur"] >= 0
 
 
+def test_each_row_of_a_trace_is_what_its_viewers_take() -> None:
+    """The Trace Event Format: M names, X lasts, i is a moment, C a number, s and f the ends of a flow."""
+    found = [
+        *EVENTS[:2],
+        event(3, 101.0, "started", "actor:0 has process 7", "actor:0"),
+        event(6, 105.0, "decision", "actor:0 ended; restart 1 of 3", "actor:0"),
+        event(7, 110.0, "exit", "actor:0 ended: exit code 0", "actor:0"),
+    ]
+    all_reduce = TraceSpan("collective", "all_reduce", 103 * S, 104 * S)
+    run = TraceSpan("run", "update", 104 * S, 105 * S, "trainer:0", 7, failed=True)
+    rank = {WorkerId("actor", 0, 0): [all_reduce, run]}
+    version = MetricRow(103.5, "actor", 0, {"policy/version": 3.0, "loss": 1.0})
+    rows = [*trace_events(found, [version], rank, {"actor:0": "n1"})]
+    master, actor = MASTER, MASTER + 1
+    life = {"pid": actor, "tid": trace.LIFE}
+    decision = {"text": "actor:0 ended; restart 1 of 3", "cause": "", "id": "1-6"}
+    assert [row for row in rows if row["ph"] == "M"] == [
+        {"ph": "M", "name": "process_name", "pid": master, "tid": 0, "args": {"name": "master"}},
+        {"ph": "M", "name": "process_name", "pid": actor, "tid": 0, "args": {"name": "actor:0"}},
+        {
+            "ph": "M",
+            "name": "process_labels",
+            "pid": actor,
+            "tid": 0,
+            "args": {"labels": "on n1, clock +0 ms ± 5e+03 ms"},
+        },
+        *(
+            {"ph": "M", "name": "thread_name", "pid": actor, "tid": track, "args": {"name": name}}
+            for track, name in (
+                (trace.LIFE, "life"),
+                (trace.CALLS, "calls"),
+                (trace.RUNS, "runs"),
+                (trace.COLLECTIVES, "collectives"),
+            )
+        ),
+    ]
+    decided = {"pid": master, "tid": 1, "ts": 5e6, "cat": "decision", "ph": "i", "s": "p", "name": "decision"}
+    assert {**decided, "args": decision} in rows
+    assert [row for row in rows if row["pid"] == actor and row["ph"] != "M"] == [
+        {
+            **life,
+            "ts": 1e6,
+            "ph": "i",
+            "s": "t",
+            "name": "started",
+            "args": {"text": "actor:0 has process 7"},
+        },
+        {
+            **life,
+            "ts": 0.0,
+            "dur": 10e6,
+            "ph": "X",
+            "cat": "life",
+            "name": "process",
+            "args": {"end": "actor:0 ended: exit code 0"},
+        },
+        {**life, "ts": 3.5e6, "ph": "i", "s": "t", "cat": "weights", "name": "policy/version 3"},
+        {**life, "ts": 3.5e6, "ph": "C", "name": "policy/version", "args": {"version": 3.0}},
+        {
+            "pid": actor,
+            "tid": trace.COLLECTIVES,
+            "ts": 3e6,
+            "dur": 1e6,
+            "ph": "X",
+            "cat": "collective",
+            "name": "all_reduce",
+            "args": {"caller": "", "seq": 0, "workers": [], "failed": False},
+        },
+        {
+            "pid": actor,
+            "tid": trace.RUNS,
+            "ts": 4e6,
+            "dur": 1e6,
+            "ph": "X",
+            "cat": "run",
+            "name": "update",
+            "args": {"caller": "trainer:0", "seq": 7, "workers": [], "failed": True},
+        },
+        {
+            "pid": actor,
+            "tid": trace.RUNS,
+            "ts": 4e6,
+            "ph": "f",
+            "bp": "e",
+            "cat": "flow",
+            "name": "update",
+            "id": "trainer:0 7 actor:0",
+        },
+    ]
+
+
+def test_the_start_of_a_role_lasts_until_it_runs_and_is_told_with_its_cause() -> None:
+    started = {"text": "role actor: every rank runs", "cause": "", "id": "1-5"}
+    (row,) = [each for each in rows() if each["name"] == "start of actor"]
+    assert row == {
+        "pid": MASTER,
+        "tid": 3,
+        "ts": 0.0,
+        "dur": 2e6,
+        "ph": "X",
+        "cat": "running",
+        "name": "start of actor",
+        "args": started,
+    }
+
+
 class TestClocks:
+    def test_where_bounds_contradict_each_other_it_is_between_them(self) -> None:
+        """A worker began 3 s before its order, and ended 5 s after its exit was noticed."""
+        rank = [TraceSpan("life", "x", 97 * S, 115 * S)]
+        assert offsets(EVENTS, {WorkerId("actor", 0, 0): rank}, NODES)["n1"].seconds == 1.0
+
     def test_a_clock_that_may_be_right_is_left_as_it_is(self) -> None:
         assert offsets(EVENTS, spans(), NODES)["n1"].seconds == 0.0
 
