@@ -132,6 +132,25 @@ def test_all_that_sbatch_says_when_it_fails_is_shown(said: str, kind: type[Uniru
     assert shown in str(error)
 
 
+def test_accounting_is_asked_for_a_job_that_the_controller_has_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def ask(*words: str) -> str:
+        asked.append(words)
+        if words[0] == "scontrol":
+            raise JobError("Invalid job id specified")
+        return "FAILED|7:0\n"
+
+    monkeypatch.setattr("unirun.observe.batchjob.ask_slurm", ask)
+    assert batch_state("12") == BatchState("FAILED", code=7)
+    assert asked == [
+        ("scontrol", "show", "job", "--oneliner", "12"),
+        ("sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", "12"),
+    ]
+
+
 @pytest.mark.starts_processes
 def test_what_a_command_says_besides_is_told() -> None:
     told: list[str] = []

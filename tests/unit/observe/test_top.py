@@ -152,3 +152,34 @@ def test_a_role_is_as_far_behind_as_its_slowest_rank_and_holds_what_all_of_its_r
         assert staleness(role, _newest(status)) == (max(told) - min(own) if own else None)
     held = [value for value in items if value is not None]
     assert queued(of("samples/items", items)) == (sum(held) if held else None)
+
+
+def test_rates_follow_each_change_from_the_first_step_on() -> None:
+    meters = Meters()
+    for at, step in ((10.0, 0), (12.0, 4), (12.0, 4), (13.0, 5)):
+        meters.update(look(at, step=step))
+    assert meters.of("step actor:1 0") == (1.0,)
+    assert meters.of("cpu actor:1 0") is None, "it has not changed"
+
+
+def test_lines_have_the_styles_of_what_they_say() -> None:
+    now = look(10.0)
+    failed = replace(
+        now, status=replace(now.status, phase="failed", reason="actor:1 failed", sick=("n0 is sick",))
+    )
+    styles = {line.text: line.style for line in frame(failed, Meters(), PLAIN)}
+    titles = [style for text, style in styles.items() if text.startswith("job-1: ")]
+    assert titles == ["bad"]
+    assert styles["reason: actor:1 failed"] == "bad"
+    assert styles["n0 is sick"] == "slow"
+    running = frame(now, Meters(), PLAIN)
+    assert running[0].style == "title"
+    (calls,) = [line for line in running if line.text.startswith("CALLS ")]
+    assert (calls.text.split(), calls.style) == (["CALLS", "CALLS/S", "MEAN", "MS", "NOW", "MS"], "head")
+    detail = frame(now, Meters(), TopView(detail=True))
+    assert "head" in [line.style for line in detail]
+
+
+def test_a_rank_without_a_step_shows_none() -> None:
+    (row,) = [line for line in texts(look(10.0)) if line.startswith("rollout:0")]
+    assert "-1" not in row.split()
