@@ -87,7 +87,7 @@ browser: $(VENV)/.dev $(VENV)/axe/package/axe.min.js
 # faults take hours. ROOM=wire makes those of one room, and SAMPLE=200 at most 200 of each room, drawn with a fixed seed:
 # two to twenty-one minutes of processor time for each room, and as long again for faults that hang. At its end a room says
 # what it took.
-ROOM ?= wire failover rendezvous launcher calls master rollout experiments collocation train weights spec roles slurm
+ROOM ?= wire failover rendezvous launcher calls master rollout experiments collocation train weights spec roles slurm observe
 mutants: $(VENV)/.dev
 	failed=; for room in $(ROOM); do \
 	  $(BIN)/python tests/mutants/run.py $$room --jobs $(JOBS) $(if $(SAMPLE),--sample $(SAMPLE)) || failed="$$failed $$room"; \
