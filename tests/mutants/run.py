@@ -80,6 +80,8 @@ def prepare(room: str, fresh: bool) -> None:
         Path("mutants/docs").symlink_to(ROOT / "docs")
     # Processes that tests start find the mutated package too.
     os.environ["PYTHONPATH"] = str(place / "mutants")
+    # A mutant may write to another home than its test wants.
+    os.environ["UNIRUN_HOME"] = str(place / "home")
     # A mutant that needs more histories than these to be noticed is not looked for well.
     os.environ.setdefault("UNIRUN_SIM_SEEDS", "100")
 

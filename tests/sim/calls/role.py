@@ -273,7 +273,7 @@ class SimulatedRole:
         self.wake_all()
 
     def _dead(self, worker: SimulatedWorker) -> None:
-        """The successor of a worker that nobody could call, and that has not met the others, joins the generation that
+        """The successor of a worker that had no address yet, and has not met the others, joins the generation that
         they are about to form. Any other death ends the generation."""
         rank = worker.me.rank
         called = bool(self._truth[rank].endpoint)

@@ -254,7 +254,7 @@ class Link:
     def call(self, parcel: Parcel, done: Callable[[Parcel], None]) -> None:
         self._job.happens()
         if self.server.phase == "lost":
-            # It was so when this connected, and nobody has been told.
+            # The server had died before this connected, and the view does not tell it yet.
             self.breaks(f"{self.server.who} does not answer")
         if not (self._over or self.server in self._job.stalled):
             self.server.sockets.handlers[self._name](parcel, partial(self._answered, done))

@@ -280,8 +280,8 @@ def make_current(job: JobDir) -> None:
 
 
 def _start(job: JobDir, lock: int | None = None) -> int | None:
-    """Start the copying process. Returns a pipe that it closes when the copy is current. None if it cannot be started,
-    which is told: the job runs without it, and the next process that reads the copy tries again."""
+    """Start the copying process. Returns a pipe that it closes when the copy is current. None, after a
+    warning, if it cannot be started: the job runs without it, and the next process that reads the copy tries again."""
     try:
         with open(job.path / "copy.log", "ab") as log:
             ours, theirs = os.pipe()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import threading
 import time
 from pathlib import Path
 
@@ -51,8 +52,14 @@ class TestConcurrentlyPreparedFile:
 
     @pytest.fixture
     def pauses(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        """Those of this thread: threads of other tests may sleep meanwhile."""
         pauses: list[float] = []
-        monkeypatch.setattr(time, "sleep", pauses.append)
+        thread, sleep = threading.get_ident(), time.sleep
+
+        def pause(seconds: float) -> None:
+            (pauses.append if threading.get_ident() == thread else sleep)(seconds)
+
+        monkeypatch.setattr(time, "sleep", pause)
         return pauses
 
     def fail(self, monkeypatch: pytest.MonkeyPatch, times: int, code: int) -> None:
